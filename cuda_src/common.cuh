@@ -1,0 +1,287 @@
+// What every kernel stands on: storage types and their conversions, packets of neighbours, the operands of a call and where
+// their elements lie, and the sum over the lanes of a block.
+//
+// No header is included, so NVRTC needs nothing but itself: the half headers would bring toolkit headers that a machine with
+// only pip lacks, and 20-70 ms of compile time. All arithmetic is float, double or an integer; 16-bit floats are only stored.
+//
+// The same text is built by g++ for the tests that run kernels on a CPU; CUPYFUSED_HOST marks what differs there.
+
+typedef signed char int8;
+typedef unsigned char uint8;
+typedef short int16;
+typedef unsigned short uint16;
+typedef int int32;
+typedef unsigned int uint32;
+typedef long long int64;
+typedef unsigned long long uint64;
+typedef float float32;
+typedef double float64;
+
+struct boolean { uint8 bits; };
+struct float16 { uint16 bits; };
+struct bfloat16 { uint16 bits; };
+struct any {};  // stored in a dtype known only when the kernel runs: see load_any
+
+// The numbers by which a call names a dtype at run time; cupyfused/_dtypes.py holds the same list in the same order.
+enum Dtype : uint8 { BOOL, UINT8, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
+
+template <typename To, typename From> __device__ __forceinline__ To bit_cast(From from)
+{
+    static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
+    union { From from; To to; } both;
+    both.from = from;
+    return both.to;
+}
+
+// ---- conversions --------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float to_float(float16 value)
+{
+#ifdef CUPYFUSED_HOST
+    return (float)bit_cast<_Float16>(value.bits);
+#else
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+    return result;
+#endif
+}
+
+__device__ __forceinline__ float to_float(bfloat16 value) { return bit_cast<float>((uint32)value.bits << 16); }
+
+__device__ __forceinline__ float16 to_float16(float value)
+{
+    float16 result;
+#ifdef CUPYFUSED_HOST
+    result.bits = bit_cast<uint16>((_Float16)value);
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+#endif
+    return result;
+}
+
+__device__ __forceinline__ bfloat16 to_bfloat16(float value)
+{
+    bfloat16 result;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+#else
+    uint32 bits = bit_cast<uint32>(value);
+    bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;  // rounding could carry a NaN into infinity
+    bits += 0x7fffu + ((bits >> 16) & 1u);             // to nearest, ties to even
+    result.bits = is_nan ? (uint16)0x7fffu : (uint16)(bits >> 16);
+#endif
+    return result;
+}
+
+// From a stored value to the type that the arithmetic runs in, and back: one rounding, at the end.
+template <typename T> struct Convert {
+    template <typename A> static __device__ __forceinline__ A load(T value) { return (A)value; }
+    template <typename A> static __device__ __forceinline__ T store(A value) { return (T)value; }
+};
+template <> struct Convert<boolean> {
+    template <typename A> static __device__ __forceinline__ A load(boolean value) { return (A)(value.bits != 0); }
+    template <typename A> static __device__ __forceinline__ boolean store(A value) { return boolean{(uint8)(value != 0)}; }
+};
+template <> struct Convert<float16> {
+    template <typename A> static __device__ __forceinline__ A load(float16 value) { return (A)to_float(value); }
+    template <typename A> static __device__ __forceinline__ float16 store(A value) { return to_float16((float)value); }
+};
+template <> struct Convert<bfloat16> {
+    template <typename A> static __device__ __forceinline__ A load(bfloat16 value) { return (A)to_float(value); }
+    template <typename A> static __device__ __forceinline__ bfloat16 store(A value) { return to_bfloat16((float)value); }
+};
+
+template <typename T, typename A> __device__ __forceinline__ A load_as(const void* base, int64 offset)
+{
+    return Convert<T>::template load<A>(((const T*)base)[offset]);
+}
+
+// A parameter whose dtype is not the result's loads through this switch: one instance instead of one for each dtype.
+template <typename A> __device__ __forceinline__ A load_any(const void* base, int64 offset, uint8 dtype)
+{
+    switch (dtype) {
+    case BOOL: return load_as<boolean, A>(base, offset);
+    case UINT8: return load_as<uint8, A>(base, offset);
+    case INT8: return load_as<int8, A>(base, offset);
+    case INT16: return load_as<int16, A>(base, offset);
+    case INT32: return load_as<int32, A>(base, offset);
+    case INT64: return load_as<int64, A>(base, offset);
+    case FLOAT16: return load_as<float16, A>(base, offset);
+    case BFLOAT16: return load_as<bfloat16, A>(base, offset);
+    case FLOAT32: return load_as<float32, A>(base, offset);
+    default: return load_as<float64, A>(base, offset);
+    }
+}
+
+// Gradients and partial sums are floating, so only those are stored through a switch.
+template <typename A> __device__ __forceinline__ void store_any(void* base, int64 offset, uint8 dtype, A value)
+{
+    switch (dtype) {
+    case FLOAT16: ((float16*)base)[offset] = Convert<float16>::store(value); break;
+    case BFLOAT16: ((bfloat16*)base)[offset] = Convert<bfloat16>::store(value); break;
+    case FLOAT32: ((float32*)base)[offset] = (float32)value; break;
+    default: ((float64*)base)[offset] = (float64)value; break;
+    }
+}
+
+// ---- arithmetic that functors share -------------------------------------------------------------------------------------
+
+// a * b + c: one fused operation for floats; integers wrap as torch's do, so they are computed unsigned and cut to their size.
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return a * b + c; }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return a * b + c; }
+template <typename T> __device__ __forceinline__ T multiply_add(T a, T b, T c) { return (T)((uint64)a * (uint64)b + (uint64)c); }
+
+// A number that the caller may leave out.
+template <typename T> struct Optional { T value; bool present; };
+
+// torch.clamp: NaN passes through (fminf and fmaxf would drop it), a NaN bound gives NaN, and max_val wins over min_val.
+template <typename T> __device__ __forceinline__ T clamp(T value, Optional<T> min_val, Optional<T> max_val)
+{
+    if (min_val.present && !(value >= min_val.value) && value == value) value = min_val.value;
+    if (max_val.present && !(value <= max_val.value) && value == value) value = max_val.value;
+    return value;
+}
+
+// ---- operands -----------------------------------------------------------------------------------------------------------
+
+// How the elements of one packet are reached. A packet is what one thread takes at once: WIDTH neighbours along dim 0.
+enum Access : uint8 { ABSENT, NUMBER, SINGLE, VECTOR, STRIDED };
+
+// One tensor of a call. `stride` is in elements; along dim 0 it leads from packet to packet, and `step` within one.
+struct Operand {
+    int64 stride[MAX_DIMS];
+    int64 step;
+    uint8 access;
+    uint8 dtype;
+};
+
+// A number of the call, as the host packed it into 8 bytes.
+__device__ __forceinline__ float number_as(float*, uint64 bits) { return bit_cast<float>((uint32)bits); }
+__device__ __forceinline__ double number_as(double*, uint64 bits) { return bit_cast<double>(bits); }
+template <typename T> __device__ __forceinline__ T number_as(T*, uint64 bits) { return (T)bits; }
+
+template <int BYTES> struct Word;
+template <> struct Word<1> { typedef uint8 type; };
+template <> struct Word<2> { typedef uint16 type; };
+template <> struct Word<4> { typedef uint32 type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<16> { typedef uint4 type; };
+
+// W values as they are stored. Kept raw until every load of the thread is under way, so that no conversion waits.
+template <typename T, typename A, int W> struct Packet {
+    typedef typename Word<sizeof(T) * W>::type Whole;
+    union { Whole whole; T value[W]; };
+
+    __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand, int valid)
+    {
+        const T* base = (const T*)address + offset;
+        if (operand.access == VECTOR && valid == W) whole = *(const Whole*)base;
+        else if (operand.access == SINGLE) value[0] = *base;
+        else if (operand.access >= VECTOR)
+#pragma unroll
+            for (int e = 0; e < W; ++e)
+                if (e < valid) value[e] = base[e * operand.step];
+    }
+    __device__ __forceinline__ A get(int e, uint64 bits, const Operand& operand) const
+    {
+        if (operand.access <= NUMBER) return number_as((A*)0, bits);
+        return Convert<T>::template load<A>(operand.access == SINGLE ? value[0] : value[e]);
+    }
+    __device__ __forceinline__ void set(int e, A result) { value[e] = Convert<T>::store(result); }
+    __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand& operand, int valid) const
+    {
+        T* base = (T*)address + offset;
+        if (operand.access == VECTOR && valid == W) *(Whole*)base = whole;
+        else
+#pragma unroll
+            for (int e = 0; e < W; ++e)
+                if (e < valid) base[e * operand.step] = value[e];
+    }
+};
+
+template <typename A, int W> struct Packet<any, A, W> {
+    A value[W];
+
+    __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand, int valid)
+    {
+        if (operand.access <= NUMBER) return;
+#pragma unroll
+        for (int e = 0; e < W; ++e)
+            if (e < valid) value[e] = load_any<A>((const void*)address, offset + e * operand.step, operand.dtype);
+    }
+    __device__ __forceinline__ A get(int e, uint64 bits, const Operand& operand) const
+    {
+        return operand.access <= NUMBER ? number_as((A*)0, bits) : value[e];
+    }
+    __device__ __forceinline__ void set(int e, A result) { value[e] = result; }
+    __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand& operand, int valid) const
+    {
+#pragma unroll
+        for (int e = 0; e < W; ++e)
+            if (e < valid) store_any<A>((void*)address, offset + e * operand.step, operand.dtype, value[e]);
+    }
+};
+
+// ---- where an element lies ----------------------------------------------------------------------------------------------
+
+// A loop over collapsed dims, innermost first.
+struct Dims {
+    uint64 extent[MAX_DIMS];
+    uint32 magic[MAX_DIMS];  // multiply and shift in place of a division, for indices below 2^31
+    uint8 shift[MAX_DIMS];
+
+    __device__ __forceinline__ uint32 divide(uint32 index, int dim) const
+    {
+        return (uint32)(((uint64)index * magic[dim]) >> shift[dim]);
+    }
+    __device__ __forceinline__ uint64 divide(uint64 index, int dim) const { return index / extent[dim]; }
+};
+
+// Adds to each operand's offset what `index`, counted over the dims [begin, end), is away; returns the place along dim `begin`.
+template <int COUNT, typename I>
+__device__ __forceinline__ I add_offsets(const Dims& dims, int begin, int end, I index, const Operand* operand, int64* offset)
+{
+    I first = index;
+    for (int dim = begin; dim < end; ++dim) {
+        I rest = 0, place = index;
+        if (dim + 1 < end) {
+            rest = dims.divide(index, dim);
+            place = index - rest * (I)dims.extent[dim];
+        }
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) offset[k] += (int64)place * operand[k].stride[dim];
+        if (dim == begin) first = place;
+        index = rest;
+    }
+    return first;
+}
+
+// How many of the packet's elements exist: the last packet along dim 0 may be cut short.
+template <typename I> __device__ __forceinline__ int valid_elements(I packet, uint64 extent, int width)
+{
+    uint64 left = extent - (uint64)packet * width;
+    return left < (uint64)width ? (int)left : width;
+}
+
+// ---- sums ---------------------------------------------------------------------------------------------------------------
+
+// Sum over the threads of a block that share threadIdx.x % columns, the same pairs every time; the first row has the result.
+template <typename A> __device__ A sum_rows(A value, int columns)
+{
+    __shared__ A shared[BLOCK];
+    int thread = threadIdx.x;
+    __syncthreads();
+    shared[thread] = value;
+    for (int rows = BLOCK / columns / 2; rows > 0; rows /= 2) {
+        __syncthreads();
+        if (thread < rows * columns) shared[thread] += shared[thread + rows * columns];
+    }
+    return shared[thread];
+}
+
+// Sum over `lanes` neighbours of a warp (a power of two up to 32); every one of them has the result.
+template <typename A> __device__ __forceinline__ A sum_lanes(A value, int lanes)
+{
+    for (int distance = lanes / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+    return value;
+}

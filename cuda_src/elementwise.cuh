@@ -1,0 +1,184 @@
+// The two kernels of an elementwise op: the map, and the map of its backward, which also sums gradients.
+//
+// The functor OP holds the arithmetic (<op>.cuh). What differs from op to op and from dtype to dtype is defined above this text
+// by cupyfused/_kernel.py:
+//
+//   OP, KERNEL                 the functor and the kernel's name, which profilers show
+//   ARITHMETIC                 the type that the arithmetic runs in
+//   RESULT                     the type that y is stored in
+//   OPERANDS(F)                F(k, name, type) for each operand, type being how it is stored
+//   GRADIENTS(F)               F(k, name, type) for each gradient (backward only)
+//   ARGUMENTS                  the functor's arguments for element e of packet i
+//   OPERAND_COUNT, GRADIENT_COUNT, WIDTH, ITEMS, BLOCK, MAX_DIMS, INDEX
+//
+// A thread takes ITEMS packets of WIDTH neighbours: one packet of 16 bytes where the layout allows it, else as many single
+// elements, BLOCK apart so that the threads of a warp stay side by side. All loads are issued before the first use.
+
+typedef ARITHMETIC A;
+
+#define ELEMENT_OF(name) name[i].get(e, p.address[k_##name], p.operand[k_##name])
+#define OPTIONAL_OF(name) Optional<A>{ELEMENT_OF(name), p.operand[k_##name].access != ABSENT}
+
+#ifdef FORWARD
+
+// Operand 0 is y, the inputs follow.
+struct MapParameters {
+    uint64 address[OPERAND_COUNT];  // or a number's bits
+    Operand operand[OPERAND_COUNT];
+    Dims dims;
+    uint64 packets;
+    uint64 inner;  // elements along dim 0
+    int32 ndim;
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant__ MapParameters p)
+{
+#define DECLARE(k, name, T) Packet<T, A, WIDTH> name[ITEMS]; const int k_##name = k;
+    OPERANDS(DECLARE)
+    int64 offset[ITEMS][OPERAND_COUNT];
+    int valid[ITEMS];
+    INDEX first = (INDEX)blockIdx.x * (BLOCK * ITEMS) + threadIdx.x;
+
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        INDEX packet = first + i * BLOCK;
+        valid[i] = 0;
+        if (packet >= p.packets) continue;
+        for (int k = 0; k < OPERAND_COUNT; ++k) offset[i][k] = 0;
+        INDEX place = add_offsets<OPERAND_COUNT>(p.dims, 0, p.ndim, packet, p.operand, offset[i]);
+        valid[i] = valid_elements(place, p.inner, WIDTH);
+#define LOAD(k, name, T) if (k > 0) name[i].load(p.address[k], offset[i][k], p.operand[k], valid[i]);
+        OPERANDS(LOAD)
+    }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (valid[i] == 0) continue;
+#pragma unroll
+        for (int e = 0; e < WIDTH; ++e)
+            if (e < valid[i]) result[i].set(e, OP::forward<A>(ARGUMENTS));
+        result[i].store(p.address[0], offset[i][0], p.operand[0], valid[i]);
+    }
+}
+
+#else
+
+// The dims of the iteration fall into three groups, in this order:
+//   position   dim 0, or none: a thread keeps its place along it, so it can sum over the loop in registers
+//   loop       walked by each thread, `lanes` apart; at least one gradient is summed over it
+//   grid       one block (or `splits` of them) for each index
+// and each gradient is one of
+enum Role : uint8 {
+    UNWANTED,
+    EACH,     // of full size: stored as it comes
+    COLUMN,   // keeps the position: a sum over the loop for each element of the packet
+    ALL,      // a sum over the loop and over the positions of the block
+    ROW,      // keeps the loop, sums over the positions: one store for each step and warp
+};
+// The sums of one block go to the gradient itself if nothing is left to add, else to a workspace that sum_partials finishes.
+
+// Operand 0 is grad_out, the inputs follow, then the gradients.
+struct SumParameters {
+    uint64 address[OPERAND_COUNT + GRADIENT_COUNT];
+    Operand operand[OPERAND_COUNT + GRADIENT_COUNT];
+    Dims dims;
+    int64 split_stride[GRADIENT_COUNT];
+    int64 tile_stride[GRADIENT_COUNT];
+    uint64 loop;            // indices of the loop dims together
+    uint64 loop_per_split;
+    uint64 positions;       // packets along dim 0 if that is the position, else 1
+    uint64 inner;           // elements along dim 0
+    uint32 splits;
+    uint32 tiles;           // blocks along the position
+    int32 position_lanes;   // threads along the position, a power of two; the others share the loop
+    int32 loop_begin;       // 1 with a position dim, else 0
+    int32 loop_end;
+    int32 ndim;
+    uint8 role[GRADIENT_COUNT];
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant__ SumParameters p)
+{
+    constexpr int ENTRIES = OPERAND_COUNT + GRADIENT_COUNT;
+    const int lane = threadIdx.x % p.position_lanes, row = threadIdx.x / p.position_lanes, rows = BLOCK / p.position_lanes;
+    const uint32 split = blockIdx.x % p.splits, tile = blockIdx.x / p.splits % p.tiles;
+    const INDEX position = (INDEX)tile * p.position_lanes + lane;
+
+    int64 base[ENTRIES];
+#pragma unroll
+    for (int k = 0; k < ENTRIES; ++k) base[k] = p.loop_begin ? (int64)position * p.operand[k].stride[0] : 0;
+    add_offsets<ENTRIES>(p.dims, p.loop_end, p.ndim, (INDEX)(blockIdx.x / p.splits / p.tiles), p.operand, base);
+
+    A sum[GRADIENT_COUNT][WIDTH] = {};
+    const INDEX end = min((INDEX)p.loop, (INDEX)((split + 1) * p.loop_per_split));
+
+    // Every thread of the block makes the same number of turns: ROW sums across a warp in each of them.
+    for (INDEX turn = (INDEX)(split * p.loop_per_split); turn < end; turn += rows * ITEMS) {
+#define DECLARE(k, name, T) Packet<T, A, WIDTH> name[ITEMS]; const int k_##name = k;
+        OPERANDS(DECLARE)
+        int64 offset[ITEMS][ENTRIES];
+        int valid[ITEMS];
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            INDEX step = turn + i * rows + row;
+            valid[i] = 0;
+            if (step >= end || position >= p.positions) continue;
+#pragma unroll
+            for (int k = 0; k < ENTRIES; ++k) offset[i][k] = base[k];
+            INDEX place = add_offsets<ENTRIES>(p.dims, p.loop_begin, p.loop_end, step, p.operand, offset[i]);
+            valid[i] = valid_elements(p.loop_begin ? position : place, p.inner, WIDTH);
+#define LOAD(k, name, T) name[i].load(p.address[k], offset[i][k], p.operand[k], valid[i]);
+            OPERANDS(LOAD)
+        }
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            A row_sum[GRADIENT_COUNT] = {};
+#define DECLARE_GRADIENT(k, name, T) Packet<T, A, WIDTH> name;
+            GRADIENTS(DECLARE_GRADIENT)
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) {
+                if (e >= valid[i]) continue;
+                A gradient[GRADIENT_COUNT];
+                OP::backward<A>(ARGUMENTS);
+#define TAKE(k, name, T) name.set(e, gradient[k]); sum[k][e] += gradient[k]; row_sum[k] += gradient[k];
+                GRADIENTS(TAKE)
+            }
+#define STORE(k, name, T)                                                                                                        \
+            if (p.role[k] == EACH && valid[i] > 0)                                                                               \
+                name.store(p.address[OPERAND_COUNT + k], offset[i][OPERAND_COUNT + k], p.operand[OPERAND_COUNT + k], valid[i]);
+            GRADIENTS(STORE)
+#pragma unroll
+            for (int k = 0; k < GRADIENT_COUNT; ++k) {
+                if (p.role[k] != ROW) continue;
+                int lanes = p.position_lanes < 32 ? p.position_lanes : 32;
+                A total = sum_lanes(row_sum[k], lanes);
+                if (lane % lanes == 0 && valid[i] > 0)
+                    store_any<A>((void*)p.address[OPERAND_COUNT + k],
+                                 offset[i][OPERAND_COUNT + k] + (int64)(position / lanes) * p.tile_stride[k],
+                                 p.operand[OPERAND_COUNT + k].dtype, total);
+            }
+        }
+    }
+
+#pragma unroll
+    for (int k = 0; k < GRADIENT_COUNT; ++k) {
+        const Operand& target = p.operand[OPERAND_COUNT + k];
+        int64 place = base[OPERAND_COUNT + k] + (int64)split * p.split_stride[k] + (int64)tile * p.tile_stride[k];
+        if (p.role[k] == COLUMN) {
+            int valid = position < p.positions ? valid_elements(position, p.inner, WIDTH) : 0;
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) {
+                A total = sum_rows(sum[k][e], p.position_lanes);
+                if (row == 0 && e < valid)
+                    store_any<A>((void*)p.address[OPERAND_COUNT + k], place + e * target.step, target.dtype, total);
+            }
+        } else if (p.role[k] == ALL) {
+            A total = 0;
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) total += sum[k][e];
+            total = sum_rows(total, 1);
+            if (threadIdx.x == 0) store_any<A>((void*)p.address[OPERAND_COUNT + k], place, target.dtype, total);
+        }
+    }
+}
+
+#endif

@@ -1,0 +1,203 @@
+"""The door: what kind of array is this, and what does a call need to know of it.
+
+An array kind is a library behind one small interface. NumPy and CuPy are here, PyTorch in `_torch`; any other producer of DLPack
+comes in as a NumPy or CuPy array over the same memory and gets its result back through its own `from_dlpack`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from . import _dlpack, _kernel, _launch
+from ._dtypes import BY_NAME, DTYPES, Dtype, Rank, Typed, number_dtype
+from ._layout import Ints, Strided
+from ._plan import Backend, Described
+from .errors import CudaError, CupyfusedError, DtypeError, OperandError, message
+
+if TYPE_CHECKING:
+    from ._op import Op
+
+__all__ = ["CPU", "CupyKind", "Device", "Kind", "NumpyKind", "Operand", "as_number", "cuda_backend", "kind_of", "open_door"]
+
+CPU = (_dlpack.CPU, 0)
+Device = tuple[Any, int]  # DLPack's number of the device type, or the library's name for one that has none; and the index
+
+
+class Kind(Protocol):
+    """What the core asks of an array library."""
+
+    name: str
+
+    def read(self, array: Any) -> _dlpack.Descriptor:
+        """Return where an array lies and what it holds."""
+
+    def address(self, array: Any) -> int:
+        """Return the address of its first element."""
+
+    def empty(self, shape: Ints, strides: Ints, dtype: Dtype, device: Device) -> Any:
+        """Allocate an array of this kind with the library's own allocator; the strides are dense."""
+
+    def stream(self, device: Device) -> int:
+        """Return the library's current stream on a device, in the calling thread."""
+
+
+class Operand(NamedTuple):
+    """One argument, opened."""
+
+    value: Any
+    described: Described
+    typed: Typed | None  # None: an option left out
+    device: Device | None  # None: a number
+    address: int = 0
+
+
+def _dense_empty(namespace: Any, shape: Ints, strides: Ints, dtype: str) -> Any:
+    order = sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim]), reverse=True)
+    nested = namespace.empty([shape[dim] for dim in order], dtype=_library_dtype(dtype))
+    return nested.transpose(np.argsort(order)) if order else nested
+
+
+def _library_dtype(name: str) -> Any:
+    if name != "bfloat16":
+        return np.dtype(name)
+    return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+
+
+class NumpyKind:
+    """numpy.ndarray."""
+
+    name = "numpy.ndarray"
+
+    def read(self, array: Any) -> _dlpack.Descriptor:
+        size = array.dtype.itemsize
+        strides = tuple(stride // size for stride in array.strides) if size else (0,) * array.ndim
+        dtype = BY_NAME.get(array.dtype.name) if array.dtype.isnative else None
+        return _dlpack.Descriptor(array.ctypes.data, array.shape, strides, dtype, CPU)
+
+    def address(self, array: Any) -> int:
+        return int(array.ctypes.data)
+
+    def empty(self, shape: Ints, strides: Ints, dtype: Dtype, device: Device) -> Any:
+        return _dense_empty(np, shape, strides, dtype.name)
+
+    def stream(self, device: Device) -> int:
+        return 0
+
+
+class CupyKind:
+    """cupy.ndarray."""
+
+    name = "cupy.ndarray"
+
+    def read(self, array: Any) -> _dlpack.Descriptor:
+        with array.device:  # an export from another device than the current one is refused
+            return _dlpack.read(array.__dlpack__(stream=-1))  # -1: no synchronisation, the launch is on the array's own stream
+
+    def address(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def empty(self, shape: Ints, strides: Ints, dtype: Dtype, device: Device) -> Any:
+        cupy = _kernel.import_cupy()
+        with cupy.cuda.Device(device[1]):
+            return _dense_empty(cupy, shape, strides, dtype.name)
+
+    def stream(self, device: Device) -> int:
+        return int(_kernel.import_cupy().cuda.get_current_stream(device[1]).ptr)
+
+
+NUMPY, CUPY = NumpyKind(), CupyKind()
+
+
+@functools.cache
+def cuda_backend(device: int) -> Backend:
+    """Return the backend of a CUDA device; it imports CuPy, so the error that CuPy is missing comes from here."""
+    return Backend("cuda", lambda variant: _launch.cuda_launcher(variant, device), _launch.multiprocessors(device))
+
+
+@functools.cache
+def _kind_of_type(kind: type) -> Kind | None:
+    if issubclass(kind, np.ndarray):
+        return NUMPY
+    roots = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    if "torch" in roots and "torch" in sys.modules and issubclass(kind, sys.modules["torch"].Tensor):
+        return importlib.import_module("cupyfused._torch").TORCH  # type: ignore[no-any-return]
+    if "cupy" in roots and "cupy" in sys.modules and issubclass(kind, sys.modules["cupy"].ndarray):
+        return CUPY
+    return None
+
+
+def kind_of(value: Any) -> Kind | None:
+    """Return the kind of an array, None for anything else (numbers and other DLPack producers included)."""
+    return _kind_of_type(type(value))
+
+
+def as_number(value: Any) -> bool | int | float | None:
+    """Return a Python number for what counts as one: a number, or a NumPy value without dims; None for anything else."""
+    if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    return value if isinstance(value, (bool, int, float)) else None
+
+
+def open_door(op: Op, kind: Kind, name: str, value: Any, default_float: Dtype, optional: bool) -> Operand:
+    """Open one argument that stands beside an `x` of `kind`."""
+    if value is None and optional:
+        return Operand(None, Described(), None, None)
+    number = as_number(value) if name != op.inputs[0] else None
+    if number is not None:
+        dtype = number_dtype(number, default_float)
+        return Operand(number, Described(dtype), Typed(dtype, Rank.NUMBER), None)
+    own = kind_of(value)
+    if own is None or own.name != kind.name:
+        raise _not_an_operand(op, kind, name, value, own, optional)
+    told = kind.read(value)
+    if told.dtype is None:
+        raise DtypeError(message(op.name, name, expected=f"one of the dtypes {_dtype_names()}", got=f"{value.dtype}", remedy="Convert it first."))
+    if optional and told.shape:
+        raise OperandError(message(op.name, name, expected="a number, None or a 0-dim array", got=f"an array of shape {told.shape}"))
+    typed = Typed(told.dtype, Rank.ARRAY if told.shape else Rank.ZERO_DIM)
+    described = Described(told.dtype, Strided(told.shape, told.strides), told.address % 16)
+    return Operand(value, described, typed, told.device, told.address)
+
+
+def _dtype_names() -> str:
+    return ", ".join(dtype.name for dtype in DTYPES)
+
+
+def _not_an_operand(op: Op, kind: Kind, name: str, value: Any, own: Kind | None, optional: bool) -> CupyfusedError:
+    got = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if own is not None:
+        remedy = "Convert one of them; arrays of different libraries are not mixed, so that no copy between them is hidden."
+        return DtypeError(message(op.name, name, expected=f"a {kind.name} like {op.inputs[0]}, or a number", got=f"a {own.name}", remedy=remedy))
+    if optional:
+        return DtypeError(message(op.name, name, expected="a number, None or a 0-dim array", got=got))
+    return DtypeError(message(op.name, name, expected=f"a {kind.name} or a number", got=got))
+
+
+# ---- other producers of DLPack ------------------------------------------------------------------------------------------
+
+
+def borrow(op: Op, name: str, value: Any) -> Any:
+    """Return a NumPy or CuPy array over the memory of a DLPack producer, ordered after the producer's work."""
+    if kind_of(value) is not None or not hasattr(value, "__dlpack_device__"):
+        return value
+    try:
+        if value.__dlpack_device__()[0] == _dlpack.CPU:
+            return np.from_dlpack(value)
+        return _kernel.import_cupy().from_dlpack(value)
+    except CudaError:
+        raise
+    except Exception as error:
+        remedy = f"Its own words: {type(error).__name__}: {error}"
+        raise DtypeError(message(op.name, name, expected="an array that exports itself through DLPack", got=repr(type(value)), remedy=remedy)) from error
+
+
+def hand_back(result: Any, like: Any) -> Any:
+    """Return a result to the library of `like` through its `from_dlpack`; as it is if that library has none."""
+    namespace = getattr(like, "__array_namespace__", lambda: None)()
+    take = getattr(namespace, "from_dlpack", None)
+    return result if take is None else take(result)

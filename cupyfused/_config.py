@@ -1,0 +1,1 @@
+def show_config(): pass

@@ -1,0 +1,236 @@
+"""From CUDA text to a kernel: one source string -> NVRTC -> cubin -> cupy.RawModule. The only place that compiles.
+
+A kernel is compiled when it is first needed, once for an op, its dtypes and its layout class; shapes, strides and the values of
+numbers are parameters. The cubin is kept by `_cache`, keyed by everything that could change it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import os
+import tempfile
+import threading
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from . import _cache
+from .errors import CompileError, CudaError
+
+if TYPE_CHECKING:
+    from ._op import Op
+
+__all__ = ["BLOCK", "LARGE_DIMS", "SMALL_DIMS", "Variant", "compile_cubin", "cubin", "cuda_text", "import_cupy", "load", "nvrtc_version", "raw_kernel"]
+
+BLOCK = 256  # threads; 16-byte vectors, one a thread, ran at 4,382 GB/s with 256 on an H200 where a device copy ran at 4,205
+SMALL_DIMS = 8  # collapsed dims that a kernel's parameters have room for; LARGE_DIMS only where a call needs it
+LARGE_DIMS = 32
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for. `x`, `parameter`: how inputs are stored, `any` where that is told at run time."""
+
+    op: Op | None  # None: the finishing kernel of sums
+    direction: str  # forward, backward or sum_partials
+    x: str
+    parameter: str
+    result: str
+    arithmetic: str
+    width: int = 1
+    items: int = 1
+    index: str = "uint32"
+    max_dims: int = SMALL_DIMS
+    gradients: int = 3  # sum_partials: how many sums one launch finishes
+
+    @property
+    def kernel_name(self) -> str:
+        return f"{self.op.name}_{self.direction}" if self.op else "cupyfused_sum_partials"
+
+    def describe(self) -> str:
+        """Name it in an error message."""
+        return f"{self.kernel_name} (x {self.x}, parameters {self.parameter}, result {self.result}, width {self.width}, {self.index} index)"
+
+    def source(self) -> str:
+        """Return the whole translation unit; `#line` makes the compiler speak of our files."""
+        defines = {
+            "ARITHMETIC": self.arithmetic,
+            "KERNEL": self.kernel_name,
+            "BLOCK": BLOCK,
+            "MAX_DIMS": self.max_dims,
+            "INDEX": self.index,
+            "WIDTH": self.width,
+            "ITEMS": self.items,
+            "GRADIENT_COUNT": self.gradients,
+        }
+        if self.op is None:
+            texts = [("common.cuh", cuda_text("common.cuh")), ("sum_partials.cuh", cuda_text("sum_partials.cuh"))]
+        else:
+            defines |= self._op_defines(self.op)
+            functor = (f"{self.op.name}.cuh", self.op.functor)
+            texts = [("common.cuh", cuda_text("common.cuh")), functor, ("elementwise.cuh", cuda_text("elementwise.cuh"))]
+        head = "".join(f"#define {name} {value}\n" for name, value in defines.items())
+        return head + "".join(f'#line 1 "{name}"\n{text}\n' for name, text in texts)
+
+    def _op_defines(self, op: Op) -> dict[str, object]:
+        forward = self.direction == "forward"
+        first, *others = op.inputs
+        stored = [("result" if forward else "grad_out", self.result), (first, self.x)]
+        stored += [(name, self.parameter) for name in others]
+        stored += [(name, "any") for name in op.options]
+        arguments = [f"ELEMENT_OF({name})" for name in op.inputs] + [f"OPTIONAL_OF({name})" for name in op.options]
+        defines: dict[str, object] = {"OP": op.name}
+        if forward:
+            defines["FORWARD"] = 1
+        else:
+            stored += [(name, "any") for name in op.backward_numbers]
+            gradients = [f"gradient[{k}]" for k in range(len(op.inputs))]
+            arguments = ["ELEMENT_OF(grad_out)", *arguments, *(f"ELEMENT_OF({name})" for name in op.backward_numbers), *gradients]
+            listed = [(first, self.x), *((name, self.parameter) for name in others)]
+            defines["GRADIENTS(F)"] = " ".join(f"F({k}, grad_{name}, {kind})" for k, (name, kind) in enumerate(listed))
+            defines["GRADIENT_COUNT"] = len(listed)
+        defines["OPERANDS(F)"] = " ".join(f"F({k}, {name}, {kind})" for k, (name, kind) in enumerate(stored))
+        defines["OPERAND_COUNT"] = len(stored)
+        defines["ARGUMENTS"] = ", ".join(arguments)
+        return defines
+
+
+@functools.cache
+def cuda_text(name: str) -> str:
+    """Return one file of `cuda_src`."""
+    return resources.files("cupyfused.cuda_src").joinpath(name).read_text(encoding="ascii")
+
+
+# ---- CuPy and NVRTC -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def import_cupy() -> ModuleType:
+    """Import CuPy, or say what is missing and which command brings it."""
+    if "CUPY_CACHE_DIR" not in os.environ and not _can_make(Path.home() / ".cupy"):
+        # `import cupy` makes this folder and dies where it cannot (FileNotFoundError or PermissionError in CuPy 14.2).
+        os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cupyfused-cupy-")
+    try:
+        return importlib.import_module("cupy")
+    except Exception as error:  # a broken CuPy raises whatever its own imports raise
+        raise CudaError(
+            f"cupyfused needs CuPy to compile and launch CUDA kernels, and it cannot be imported: {type(error).__name__}: {error}. "
+            "Install it for your CUDA: pip install 'cupyfused[cuda13]' (or [cuda12]); `python -m cupyfused doctor` says more."
+        ) from error
+
+
+def _can_make(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        path.mkdir(exist_ok=True)
+        return os.access(path, os.W_OK)
+    return False
+
+
+def _nvrtc() -> Any:
+    import_cupy()
+    return importlib.import_module("cupy.cuda.nvrtc")
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """Return the version of the NVRTC that compiles kernels here."""
+    try:
+        major, minor = _nvrtc().getVersion()
+    except CudaError:
+        raise
+    except Exception as error:
+        raise CudaError(
+            f"NVRTC, the run-time compiler of CUDA, cannot be loaded: {error}. "
+            "Install it beside CuPy: pip install 'cupyfused[cuda13]' (or [cuda12], matching the CuPy wheel)."
+        ) from error
+    return major, minor
+
+
+def architecture(capability: int) -> str:
+    """Return the cubin architecture for a GPU of this compute capability (90 for 9.0).
+
+    A cubin runs on every later minor of its major, so a GPU that this NVRTC does not know takes its older sister's code.
+    """
+    version = nvrtc_version()
+    known = [arch for arch in _nvrtc().getSupportedArchs() if arch // 10 == capability // 10 and arch <= capability]
+    if not known:
+        newest = 13 if capability >= 75 else 12
+        raise CompileError(
+            f"NVRTC {version[0]}.{version[1]} compiles nothing for this GPU of compute capability {capability / 10}. "
+            f"Install the CuPy wheel of a CUDA that does: pip install 'cupyfused[cuda{newest}]'."
+        )
+    return f"sm_{max(known)}"
+
+
+def _options(arch: str) -> tuple[str, ...]:
+    return (f"--gpu-architecture={arch}", "--std=c++17", "--generate-line-info")
+
+
+def compile_cubin(variant: Variant, arch: str) -> bytes:
+    """Compile with NVRTC; needs no GPU and no driver. One kernel takes 0.03 to 0.15 s."""
+    nvrtc = _nvrtc()
+    options = _options(arch)
+    program = nvrtc.createProgram(variant.source(), f"{variant.kernel_name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        major, minor = nvrtc_version()
+        raise CompileError(f"{variant.describe()} does not compile for {arch} with NVRTC {major}.{minor}, options {' '.join(options)}:\n{log}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def cubin(variant: Variant, arch: str) -> bytes:
+    """Return the kernel's machine code, from the cache if it is there."""
+    text = "\0".join((variant.source(), *_options(arch), str(nvrtc_version())))
+    key = hashlib.sha256(text.encode()).hexdigest() + ".cubin"
+    code = _cache.load(key)
+    if code is None:
+        code = compile_cubin(variant, arch)
+        _cache.store(key, code)
+    return code
+
+
+# ---- loading ------------------------------------------------------------------------------------------------------------
+
+_loaded: dict[tuple[Variant, int], Any] = {}
+_loading = threading.Lock()
+
+
+def load(variant: Variant, device: int) -> Any:
+    """Return the `cupy.RawKernel` of a variant on a device, which must be current; compiled at most once a process."""
+    kernel = _loaded.get((variant, device))
+    if kernel is None:
+        with _loading:  # 16 threads may come at once: one compiles, the others find it
+            kernel = _loaded.get((variant, device))
+            if kernel is None:
+                kernel = _loaded[variant, device] = raw_kernel(variant, device)
+    return kernel
+
+
+def raw_kernel(variant: Variant, device: int) -> Any:
+    """Load a kernel through `cupy.RawModule`, from our cubin, or with CUPYFUSED_COMPILER=cupy from the text.
+
+    CuPy's own compilation is the public way behind ours. It costs an empty program's compilation a process (50 ms), caches by
+    a key of its own, and flushes float32 subnormals to zero (`-ftz=true`, which it adds after our options).
+    """
+    cupy = import_cupy()
+    if os.environ.get("CUPYFUSED_COMPILER") == "cupy":
+        return cupy.RawModule(code=variant.source(), options=("--std=c++17",)).get_function(variant.kernel_name)
+    code = cubin(variant, architecture(int(cupy.cuda.Device(device).compute_capability)))
+    descriptor, path = tempfile.mkstemp(suffix=".cubin")  # RawModule takes a path, and the cache may have none to offer
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(code)
+        kernel = cupy.RawModule(path=path).get_function(variant.kernel_name)
+        _ = kernel.attributes  # loads the module now, while the file is there
+        return kernel
+    finally:
+        Path(path).unlink(missing_ok=True)

@@ -1,0 +1,327 @@
+"""What an op is, and the call: door -> plan -> launch -> result.
+
+An op is data: names, a functor's CUDA text, a reference expression, and what its gradients read. Every op goes through the
+functions below; nothing about one is known elsewhere.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import _arrays, _dlpack, _kernel, _layout
+from ._arrays import Kind, Operand
+from ._dtypes import BY_NAME, Dtype, fit_number, result_type
+from ._layout import Ints, Strided
+from ._launch import Launch
+from ._plan import Backend, Described, map_plan
+from .errors import CudaError, DtypeError, OperandError, message
+
+__all__ = ["Call", "Op", "decide", "open_operands", "run"]
+
+_MAX_CALLS = 4096  # signatures remembered for an op; a program with more than that starts over
+_CAST = {"float16": "float32", "bfloat16": "float32"}
+
+# How CPU arrays are computed: "reference", or "host" while tests run the kernels' own text everywhere.
+cpu_impl = "reference"
+
+
+@dataclass(eq=False)
+class Op:
+    """An elementwise operator as data.
+
+    Parameters
+    ----------
+    name
+        Names the functor, its file, the public function, the kernels and the registered operator.
+    inputs
+        Arrays (the first) or arrays and numbers (the others) that gradients are taken of.
+    options
+        Numbers, 0-dim arrays or None; no gradient is taken of them.
+    reference
+        `reference(namespace, *inputs, *options)` computes the op with PyTorch or NumPy operations, in the dtype it is given.
+    reads
+        For each input, the inputs that its gradient reads.
+    reads_with_options
+        What every gradient reads besides, if an option is given.
+    backward_numbers
+        Names of further numbers that the functor's backward takes, and `rules(options)` that computes them.
+    takes_bool
+        Whether the op is defined on bool, as addition is and clamping is not.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    options: tuple[str, ...]
+    reference: Callable[..., Any]
+    reads: Mapping[str, tuple[str, ...]]
+    reads_with_options: tuple[str, ...] = ()
+    backward_numbers: tuple[str, ...] = ()
+    rules: Callable[..., tuple[float, ...]] = lambda options: ()
+    takes_bool: bool = True
+    text: str | None = None  # the functor; None: cuda_src/<name>.cuh
+    calls: dict[Any, Call] = field(default_factory=dict, repr=False)
+
+    @property
+    def functor(self) -> str:
+        """The CUDA text of the functor."""
+        return self.text if self.text is not None else _kernel.cuda_text(f"{self.name}.cuh")
+
+    def saved(self, wanted: Sequence[bool], has_options: bool) -> frozenset[str]:
+        """Return the inputs that the wanted gradients read."""
+        names = {name for asked, of in zip(wanted, self.inputs) if asked for name in self.reads[of]}
+        return frozenset(names | set(self.reads_with_options) if has_options and any(wanted) else names)
+
+    def remember(self, key: Any, call: Call) -> Call:
+        """Keep a call for its signature."""
+        if len(self.calls) >= _MAX_CALLS:
+            self.calls.clear()
+        self.calls[key] = call
+        return call
+
+    def __call__(self, *values: Any, out: Any = None, impl: str = "auto") -> Any:
+        """Compute the op for any kind of array; the entry of every public function."""
+        torch_call = _torch_call(values[0])
+        if torch_call is not None:
+            return torch_call(self, values, out, impl)
+        x = values[0]
+        if _arrays.kind_of(x) is None and hasattr(x, "__dlpack_device__"):
+            borrowed = [_arrays.borrow(self, name, value) for name, value in zip((*self.inputs, *self.options), values)]
+            result = self(*borrowed, out=None if out is None else _arrays.borrow(self, "out", out), impl=impl)
+            return out if out is not None else _arrays.hand_back(result, x)
+        kind = _arrays.kind_of(x)
+        if kind is None:
+            got = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+            remedy = "Pass a torch.Tensor, cupy.ndarray, numpy.ndarray or another array with __dlpack__."
+            raise DtypeError(message(self.name, self.inputs[0], expected="an array", got=got, remedy=remedy))
+        return _call_arrays(self, kind, values, out, impl)
+
+
+def _torch_call(x: Any) -> Callable[..., Any] | None:
+    """Return the entry for PyTorch tensors if `x` is one; PyTorch is never imported for anything else."""
+    if "torch" not in sys.modules or not isinstance(x, sys.modules["torch"].Tensor):
+        return None
+    from . import _torch
+
+    return _torch.call
+
+
+@dataclass
+class Call:
+    """A call's signature, decided."""
+
+    shape: Ints
+    strides: Ints
+    dtype: Dtype
+    device: _arrays.Device
+    backend: Backend | None  # None: the reference expression
+    launch: Launch | None
+    operands: tuple[Operand, ...]  # as they were described the first time; their values and addresses are not to be used
+    items: Ints  # operands whose value is read on the host: 0-dim CPU tensors beside CUDA arrays
+    backward: dict[Any, Any] = field(default_factory=dict)
+
+
+def open_operands(op: Op, kind: Kind, values: Sequence[Any], default_float: Dtype) -> tuple[Operand, ...]:
+    """Take every argument through the door and check that they stand on one device."""
+    names = (*op.inputs, *op.options)
+    operands = [
+        _arrays.open_door(op, kind, name, value, default_float, optional=k >= len(op.inputs)) for k, (name, value) in enumerate(zip(names, values))
+    ]
+    x = operands[0]
+    for k, (name, one) in enumerate(zip(names, operands)):
+        if one.device is None or one.device == x.device:
+            continue
+        if one.device == _arrays.CPU and one.typed is not None and not one.described.array.shape:  # type: ignore[union-attr]
+            operands[k] = one._replace(described=Described(one.described.dtype), device=None)  # by value, as PyTorch takes it
+            continue
+        expected = f"the device of {op.inputs[0]}, {device_name(x.device)}"
+        raise OperandError(message(op.name, name, expected=expected, got=device_name(one.device), remedy="Move one of them first."))
+    return tuple(operands)
+
+
+def device_name(device: _arrays.Device | None) -> str:
+    """Return "cpu" or "cuda:0"."""
+    if device is None or device[0] == _dlpack.CPU:
+        return "cpu"
+    return f"cuda:{device[1]}" if device[0] == _dlpack.CUDA else f"{device[0]}:{device[1]}"
+
+
+def result_dtype(op: Op, operands: Sequence[Operand]) -> Dtype:
+    """Return the dtype of the composed expression: each operand in turn, as PyTorch promotes."""
+    typed = operands[0].typed
+    assert typed is not None
+    for one in operands[1:]:
+        if one.typed is not None:
+            typed = result_type(typed, one.typed)
+    if typed.dtype.name == "bool" and not op.takes_bool:
+        raise DtypeError(message(op.name, op.inputs[0], expected="a result that is not bool", got="bool", remedy="Convert x first."))
+    return typed.dtype
+
+
+def decide(op: Op, operands: tuple[Operand, ...], out: Operand | None, backend: Backend | None, dtype: Dtype | None = None) -> Call:
+    """Decide everything about a call: its result's dtype (unless it is given), shape and strides, and the launch."""
+    dtype = dtype or result_dtype(op, operands)
+    inputs, options = operands[: len(op.inputs)], operands[len(op.inputs) :]
+    arrays = [(name, one.described.array) for name, one in zip(op.inputs, inputs) if one.described.array]
+    shape = _layout.broadcast_shapes([array.shape for _, array in arrays])
+    if shape is None:
+        got = ", ".join(f"{name} {array.shape}" for name, array in arrays)
+        raise OperandError(message(op.name, "operands", expected="shapes that broadcast together", got=got))
+    strides = _result_strides(shape, inputs, options)
+    device = operands[0].device
+    assert device is not None
+    if out is not None:
+        _check_out(op, out, operands, shape, dtype, device)
+        assert out.described.array is not None
+        strides = out.described.array.strides
+    launch = None
+    if backend is not None:
+        result = Described(dtype, Strided(shape, strides), out.described.alignment if out else 0)
+        launch = map_plan(op, shape, [result, *(one.described for one in operands)], backend)
+    items = tuple(k for k, one in enumerate(operands) if one.device is None and hasattr(one.value, "item"))
+    remembered = tuple(one._replace(value=None, address=0) for one in operands)
+    return Call(shape, strides, dtype, device, backend, launch, remembered, items)
+
+
+def _result_strides(shape: Ints, inputs: Sequence[Operand], options: Sequence[Operand]) -> Ints:
+    """Fold the strides of the composed expression: each step's result is the next step's first operand."""
+    zero_dim = Strided((), ())
+    own = inputs[0].described.array
+    assert own is not None
+    for one in inputs[1:]:
+        other = one.described.array or zero_dim
+        step_shape = _layout.broadcast_shapes([own.shape, other.shape])
+        assert step_shape is not None
+        own = Strided(step_shape, _layout.result_strides(step_shape, [own, other]))
+    return own.strides
+
+
+def _check_out(op: Op, out: Operand, operands: Sequence[Operand], shape: Ints, dtype: Dtype, device: _arrays.Device) -> None:
+    told, geometry = out.described, out.described.array
+    assert geometry is not None and told.dtype is not None
+    if geometry.shape != shape:
+        raise OperandError(message(op.name, "out", expected=f"shape {shape}", got=f"{geometry.shape}"))
+    if told.dtype is not dtype:
+        raise DtypeError(message(op.name, "out", expected=f"dtype {dtype.name}", got=told.dtype.name))
+    if out.device != device:
+        raise OperandError(message(op.name, "out", expected=f"device {device_name(device)}", got=device_name(out.device)))
+    if _layout.overlaps_itself(geometry):
+        raise OperandError(message(op.name, "out", expected="elements that each have a place of their own", got=f"strides {geometry.strides}"))
+    for name, one in zip((*op.inputs, *op.options), operands):
+        own = one.described.array
+        same = own is not None and one.address == out.address and own == geometry and one.described.dtype is told.dtype
+        if own is not None and not same and _share_memory(one, out):
+            remedy = "Pass x itself or an array of its own."
+            raise OperandError(message(op.name, "out", expected=f"memory apart from {name}, or {name} itself", got="a partial overlap", remedy=remedy))
+
+
+class _Extent:
+    """Lets NumPy reason about memory that it must not read."""
+
+    def __init__(self, one: Operand):
+        array, dtype = one.described.array, one.described.dtype
+        assert array is not None and dtype is not None
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (one.address, False),
+            "shape": array.shape,
+            "strides": tuple(stride * dtype.size for stride in array.strides),
+            "typestr": f"|V{dtype.size}",
+        }
+
+
+def _share_memory(a: Operand, b: Operand) -> bool:
+    first, second = np.asarray(_Extent(a)), np.asarray(_Extent(b))
+    try:
+        return bool(np.shares_memory(first, second, max_work=100_000))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def run(op: Op, call: Call, stream: int, result: int, slots: Sequence[Any]) -> None:
+    """Launch a forward call with an address or number for each operand."""
+    assert call.launch is not None
+    try:
+        call.launch(stream, result, *slots)
+    except (struct.error, OverflowError):
+        call.launch(stream, result, *fitted(op, call, slots))
+
+
+def fitted(op: Op, call: Call, slots: Sequence[Any]) -> list[Any]:
+    """Bring numbers into the range of the arithmetic: as inputs they overflow or wrap, as integer bounds they must fit."""
+    result = list(slots)
+    for k, one in enumerate(call.operands):
+        if one.typed is not None and one.device is None and not hasattr(slots[k], "dtype"):
+            number = fit_number(slots[k], call.dtype)
+            if k >= len(op.inputs) and not call.dtype.is_floating and number != slots[k]:
+                name = op.options[k - len(op.inputs)]
+                raise OperandError(message(op.name, name, expected=f"a number that {call.dtype.name} holds", got=f"{slots[k]}"))
+            result[k] = number
+    return result
+
+
+# ---- NumPy and CuPy -----------------------------------------------------------------------------------------------------
+
+IMPLS = ("auto", "cuda", "reference", "host")
+
+
+def choose_backend(op: Op, impl: str, device: _arrays.Device) -> Backend | None:
+    """Return where a call runs, None for the reference expression; never a silent fallback."""
+    if impl not in IMPLS:
+        raise OperandError(message(op.name, "impl", expected=f"one of {', '.join(IMPLS[:3])}", got=repr(impl)))
+    on_cuda = device[0] == _dlpack.CUDA
+    if impl == "auto":
+        impl = "cuda" if on_cuda else cpu_impl
+    if impl == "reference":
+        return None
+    if impl == "cuda":
+        if not on_cuda:
+            raise CudaError(message(op.name, "impl", expected="CUDA arrays with impl='cuda'", got=f"arrays on {device_name(device)}"))
+        return _arrays.cuda_backend(device[1])
+    if on_cuda:
+        raise CudaError(message(op.name, "impl", expected="CPU arrays with impl='host'", got=f"arrays on {device_name(device)}"))
+    from . import _host
+
+    return _host.backend
+
+
+def _call_arrays(op: Op, kind: Kind, values: Sequence[Any], out: Any, impl: str) -> Any:
+    operands = open_operands(op, kind, values, BY_NAME["float32"])
+    device = operands[0].device
+    assert device is not None
+    backend = choose_backend(op, impl, device)
+    opened = None if out is None else _arrays.open_door(op, kind, "out", out, BY_NAME["float32"], optional=False)
+    if opened is not None and opened.described.array is None:
+        raise DtypeError(message(op.name, "out", expected=f"a {kind.name}", got=type(out).__name__))
+    signature = tuple((type(one.value) if one.device is None else None, one.described, one.typed) for one in operands)
+    key = None if opened else (kind.name, device, backend and backend.name, signature)
+    call = op.calls.get(key) if key else None
+    if call is None:
+        call = decide(op, operands, opened, backend)
+        if key:
+            op.remember(key, call)
+    result = out if out is not None else kind.empty(call.shape, call.strides, call.dtype, device)
+    if backend is None:
+        namespace = np if kind is _arrays.NUMPY else _kernel.import_cupy()
+        result[...] = _reference(op, namespace, call, operands)
+    elif call.launch is not None:
+        slots = [one.address if one.described.array else one.value or 0 for one in operands]
+        run(op, call, kind.stream(device), kind.address(result), slots)
+    return result
+
+
+def _reference(op: Op, namespace: Any, call: Call, operands: Sequence[Operand]) -> Any:
+    """Compute the expression in the dtype of the arithmetic; overflow and NaN are values here, not warnings."""
+    compute = np.dtype(_CAST.get(call.dtype.name, call.dtype.name))
+    numbers = fitted(op, call, [one.value for one in operands])
+    values = [
+        value if one.typed is None else value.astype(compute, copy=False) if one.described.array else compute.type(value)
+        for one, value in zip(operands, numbers)
+    ]
+    with np.errstate(all="ignore"):
+        return op.reference(namespace, *values)

@@ -1,0 +1,165 @@
+"""Plans: everything about a call that can be decided once for a signature.
+
+A plan knows its kernels, grids and parameter bytes; running it takes a stream, the addresses of the call and its numbers.
+Nothing here knows an array library: operands come as `Described`, memory as addresses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import _layout
+from ._dtypes import BY_NAME, Dtype
+from ._kernel import BLOCK, LARGE_DIMS, SMALL_DIMS, Variant
+from ._launch import Launch, Launcher
+from ._layout import Ints, Layout, Strided
+from ._parameters import INDEX_LIMIT, fill_dims, map_struct
+from .errors import OperandError, message
+
+if TYPE_CHECKING:
+    from ._op import Op
+
+__all__ = ["Backend", "Described", "Packets", "Storage", "choose_packets", "fill_operand", "map_plan", "slot_format", "storage"]
+
+ABSENT, NUMBER, SINGLE, VECTOR, STRIDED = range(5)  # enum Access of cuda_src/common.cuh
+PACKET_BYTES = 16
+# Pairs of x and result with a kernel of their own. Any other pair loads through a run-time switch: a kernel for each would be
+# some 50 pairs, times what layouts and architectures make of them.
+_MIXED = {("uint8", "float32"), ("float16", "float32"), ("bfloat16", "float32")}
+
+
+class Described(NamedTuple):
+    """An operand as a plan sees it: an array by its geometry, a number by its dtype alone, an absent one by neither."""
+
+    dtype: Dtype | None = None
+    array: Strided | None = None
+    alignment: int = 0  # address modulo 16
+
+
+class Storage(NamedTuple):
+    """How the operands of a call are stored; `any` where a kernel is told when it runs."""
+
+    x: str
+    parameter: str
+    result: Dtype
+
+    @property
+    def packet(self) -> int:
+        """Elements in 16 bytes of the widest operand of full size."""
+        return PACKET_BYTES // max(self.result.size, BY_NAME[self.x].size if self.x in BY_NAME else 0)
+
+
+class Packets(NamedTuple):
+    """What one thread takes at once."""
+
+    width: int
+    items: int
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where kernels run: how one is loaded, and how many multiprocessors the blocks are spread over."""
+
+    name: str
+    load: Callable[[Variant], Launcher]
+    multiprocessors: int
+
+
+def storage(inputs: Sequence[Described], result: Dtype) -> Storage:
+    """Choose the instance for these dtypes: x and result as they are, the parameters all stored like the result, or `any`."""
+    x, *parameters = inputs
+    assert x.dtype is not None
+    alike = all(one.array is None or one.dtype is result for one in parameters)
+    known = x.dtype is result or (x.dtype.name, result.name) in _MIXED
+    if alike and known and result.category > 0:
+        return Storage(x.dtype.name, result.name, result)
+    return Storage("any", "any", result)
+
+
+def choose_packets(layout: Layout, stored: Storage) -> Packets:
+    """Take 16 bytes at once where dim 0 is made of whole packets or is all there is, else as many single elements."""
+    packet = stored.packet
+    whole = layout.extents[0] % packet == 0 or len(layout.extents) == 1
+    return Packets(packet, 1) if whole and stored.x != "any" else Packets(1, packet)
+
+
+def fill_operand(target: Any, one: Described, strides: Ints, width: int, typed: bool = True) -> None:
+    """Write how an operand is reached. `strides` are along the kernel's dims; `typed` is False for storage `any`."""
+    if one.array is None:
+        target.access = ABSENT if one.dtype is None else NUMBER
+        return
+    assert one.dtype is not None
+    target.dtype = one.dtype.code
+    target.step = strides[0]
+    for dim, stride in enumerate(strides):
+        target.stride[dim] = stride * width if dim == 0 else stride
+    packet_bytes = width * one.dtype.size
+    aligned = one.alignment % packet_bytes == 0 and all(stride % width == 0 for stride in strides[1:])
+    if width > 1 and strides[0] == 0 and typed:
+        target.access = SINGLE
+    elif width > 1 and strides[0] == 1 and aligned and typed:
+        target.access = VECTOR
+    else:
+        target.access = STRIDED
+
+
+def slot_format(one: Described, stored: Storage, exact: bool = False) -> str:
+    """Return the `struct` code of an operand's 8 bytes: an address, or a number in the type of the arithmetic.
+
+    With `exact`, an integer that the result's dtype does not hold is refused instead of wrapped.
+    """
+    if one.array is not None or one.dtype is None:
+        return "Q"
+    if stored.result.is_floating:
+        return {"float32": "f4x", "float64": "d"}[stored.result.arithmetic]
+    if not exact:
+        return "q"
+    return {"uint8": "B7x", "int8": "b7x", "int16": "h6x", "int32": "i4x", "int64": "q"}[stored.result.arithmetic]
+
+
+def check_dims(op: Op, layout: Layout) -> int:
+    """Return the room for dims that the kernel is compiled with."""
+    ndim = len(layout.extents)
+    if ndim > LARGE_DIMS:
+        raise OperandError(
+            message(
+                op.name,
+                "operands",
+                expected=f"at most {LARGE_DIMS} dims that no operand walks as one",
+                got=f"{ndim}",
+                remedy="Make an operand contiguous.",
+            )
+        )
+    return SMALL_DIMS if ndim <= SMALL_DIMS else LARGE_DIMS
+
+
+def map_plan(op: Op, shape: Ints, operands: Sequence[Described], backend: Backend) -> Launch | None:
+    """Plan a forward call: the returned launch takes the address of y, then an address or a number for each operand.
+
+    `operands` are the result, then inputs and options. None if the result has no elements.
+    """
+    if 0 in shape:
+        return None
+    result, rest = operands[0], operands[1:]
+    assert result.dtype is not None
+    stored = storage(rest[: len(op.inputs)], result.dtype)
+    strides = [_layout.broadcast_strides(one.array, shape) if one.array else (0,) * len(shape) for one in operands]
+    layout = _layout.collapse(shape, strides, [k for k, one in enumerate(operands) if one.array])
+    width, items = choose_packets(layout, stored)
+    extents = (-(-layout.extents[0] // width), *layout.extents[1:])
+    packets = math.prod(extents)
+    index = "uint32" if packets + BLOCK * items < INDEX_LIMIT else "uint64"
+    max_dims = check_dims(op, layout)
+    variant = Variant(op, "forward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, width, items, index, max_dims)
+    parameters = map_struct(len(operands), max_dims)()
+    first_option = 1 + len(op.inputs)
+    for k, one in enumerate(operands):
+        typed = k < first_option and stored.x != "any" or k == 0
+        fill_operand(parameters.operand[k], one, layout.strides[k], width, typed)
+    fill_dims(parameters.dims, extents)
+    parameters.packets, parameters.inner, parameters.ndim = packets, layout.extents[0], len(extents)
+    slots = "".join(slot_format(one, stored, exact=k >= first_option) for k, one in enumerate(operands))
+    return Launch(backend.load(variant), (-(-packets // (BLOCK * items)), 1), bytes(parameters), slots)

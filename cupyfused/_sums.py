@@ -1,0 +1,195 @@
+"""How one pass over memory sums gradients: which dims a block holds, which it walks, and what each gradient makes of them.
+
+Pure arithmetic, like `_layout`. The words are those of `cuda_src/elementwise.cuh`: the dims of an iteration fall into *position*
+(dim 0, or none), *loop* and *grid*; a gradient's role follows from which of them it is summed over.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ._kernel import BLOCK
+
+__all__ = ["Role", "SumLayout", "plan_sums"]
+
+Ints = tuple[int, ...]
+
+
+class Role(enum.IntEnum):
+    """What a gradient does with the sums of a block; the numbers are those of `enum Role` in elementwise.cuh."""
+
+    UNWANTED = 0
+    EACH = 1
+    COLUMN = 2
+    ALL = 3
+    ROW = 4
+
+
+@dataclass(frozen=True)
+class SumLayout:
+    """One pass. `order` lists the collapsed dims as the kernel wants them: position, loop, grid."""
+
+    order: Ints
+    has_position: bool
+    loop_end: int  # how many of `order` are position or loop
+    position_lanes: int
+    positions: int  # packets along the position
+    tiles: int
+    loop: int
+    splits: int
+    loop_per_split: int
+    grid: int
+    roles: tuple[Role, ...]
+
+    @property
+    def blocks(self) -> int:
+        return self.grid * self.tiles * self.splits
+
+    @property
+    def segments(self) -> int:
+        """Partial sums of a ROW gradient for each step: one a warp, or one a row of lanes where rows are shorter than a warp."""
+        return -(-self.positions // min(self.position_lanes, 32))
+
+    def partial_extents(self, gradient: int, extents: Ints, inner: int) -> dict[str | int, int]:
+        """Return the dims of a gradient's partial sums, outermost first: collapsed dims by number, and "split" and "tile"."""
+        role = self.roles[gradient]
+        dims: dict[str | int, int] = {dim: extents[dim] for dim in reversed(self.order[self.loop_end :])}
+        if role is Role.ROW:
+            dims |= {dim: extents[dim] for dim in reversed(self.order[1 : self.loop_end])}
+            dims["tile"] = self.segments
+        else:
+            dims["split"] = self.splits
+            if role is Role.COLUMN:
+                dims[0] = inner
+            else:
+                dims["tile"] = self.tiles
+        return dims
+
+
+# Blocks to aim for, as resident blocks of 256 threads an SM times waves: with 2 to 8 an SM the three-gradient kernel ran within
+# 2 % of its best on an H200; one block less than a whole wave costs up to half.
+BLOCKS_PER_MULTIPROCESSOR = 4
+_MAX_ENUMERATED = 8
+_BLOCK_OVERHEAD = 4  # what starting and finishing a block costs, in turns of its loop
+_WORKSPACE_SHARE = 64  # partial sums may take 1/64 of the elements; a gradient that would need more gets a pass of its own
+
+
+def plan_sums(extents: Ints, width: int, items: int, summed: Sequence[Ints | None], multiprocessors: int) -> list[SumLayout]:
+    """Return the passes, one wherever possible, that sum all gradients.
+
+    Parameters
+    ----------
+    extents
+        The collapsed dims in elements, innermost first.
+    width, items
+        Elements in a packet, packets that a thread takes in one turn.
+    summed
+        For each gradient a mark along each dim, 1 where it is summed; None if it is not wanted.
+    multiprocessors
+        Of the device; the number of blocks follows from it.
+    """
+    wanted = [k for k, marks in enumerate(summed) if marks is not None]
+    for count in range(len(wanted), 0, -1):
+        for group in itertools.combinations(wanted, count):
+            chosen = [marks if k in group else None for k, marks in enumerate(summed)]
+            layout = _best(extents, width, items, chosen, multiprocessors)
+            if layout is not None:
+                rest = [None if k in group else marks for k, marks in enumerate(summed)]
+                return [layout, *plan_sums(extents, width, items, rest, multiprocessors)]
+    return []
+
+
+def _best(extents: Ints, width: int, items: int, summed: Sequence[Ints | None], multiprocessors: int) -> SumLayout | None:
+    best, best_cost = None, math.inf
+    outer = range(1, len(extents))
+    for has_position in (True, False):
+        for loop in _loop_candidates(outer, summed):
+            layout = _assign(extents, width, items, summed, has_position, loop, multiprocessors)
+            if layout is None:
+                continue
+            cost = _cost(layout, extents, width, items, summed)
+            if cost < best_cost:
+                best, best_cost = layout, cost
+    return best
+
+
+def _loop_candidates(outer: range, summed: Sequence[Ints | None]) -> list[Ints]:
+    """Every subset of the outer dims; with very many dims only those that some gradient asks for."""
+    if len(outer) <= _MAX_ENUMERATED:
+        return [dims for count in range(len(outer) + 1) for dims in itertools.combinations(outer, count)]
+    asked = {tuple(dim for dim in outer if marks[dim]) for marks in summed if marks is not None}
+    common = tuple(dim for dim in outer if all(marks[dim] for marks in summed if marks is not None and any(marks)))
+    return [*asked, common, tuple(outer), ()]
+
+
+def _assign(
+    extents: Ints, width: int, items: int, summed: Sequence[Ints | None], has_position: bool, loop: Ints, multiprocessors: int
+) -> SumLayout | None:
+    roles = tuple(_role(marks, has_position, loop) for marks in summed)
+    if None in roles:
+        return None
+    packets = -(-extents[0] // width)
+    positions = packets if has_position else 1
+    lanes = min(BLOCK, 1 << (positions - 1).bit_length())
+    tiles = -(-positions // lanes)
+    grid_dims = tuple(dim for dim in range(1, len(extents)) if dim not in loop)
+    grid = math.prod(extents[dim] for dim in grid_dims)
+    steps = math.prod(extents[dim] for dim in loop) * (1 if has_position else packets)
+    turn = BLOCK // lanes * items  # loop indices that a block takes in one turn
+    wished = -(-multiprocessors * BLOCKS_PER_MULTIPROCESSOR // (grid * tiles))
+    splits = max(1, min(wished, steps // (turn * _BLOCK_OVERHEAD)))
+    per_split = -(-steps // splits)
+    per_split = -(-per_split // turn) * turn
+    return SumLayout(
+        order=(0, *loop, *grid_dims),
+        has_position=has_position,
+        loop_end=1 + len(loop),
+        position_lanes=lanes,
+        positions=positions,
+        tiles=tiles,
+        loop=steps,
+        splits=-(-steps // per_split),
+        loop_per_split=per_split,
+        grid=grid,
+        roles=tuple(role for role in roles if role is not None),
+    )
+
+
+def _role(marks: Ints | None, has_position: bool, loop: Ints) -> Role | None:
+    """Return a gradient's role under an assignment, None if the kernel cannot sum it that way."""
+    if marks is None:
+        return Role.UNWANTED
+    if not any(marks):
+        return Role.EACH
+    whole_loop = all(marks[dim] for dim in loop)
+    if not has_position:
+        return Role.ALL if marks[0] and whole_loop else None
+    if not marks[0]:
+        return Role.COLUMN if whole_loop else None
+    return Role.ALL if whole_loop else Role.ROW
+
+
+def _cost(layout: SumLayout, extents: Ints, width: int, items: int, summed: Sequence[Ints | None]) -> float:
+    """Estimate the pass, in packets that all threads have a turn for; infinite if the partial sums would not stay small."""
+    elements = math.prod(extents)
+    turn = BLOCK // layout.position_lanes * items
+    turns = -(-layout.loop_per_split // turn)
+    cost = layout.blocks * BLOCK * items * (turns + _BLOCK_OVERHEAD)
+    for k, role in enumerate(layout.roles):
+        if role in (Role.UNWANTED, Role.EACH):
+            continue
+        partial = layout.partial_extents(k, extents, extents[0])
+        size = math.prod(partial.values())
+        marks = summed[k]
+        assert marks is not None
+        kept = math.prod(extent for extent, mark in zip(extents, marks) if not mark)
+        if size > max(kept, elements // _WORKSPACE_SHARE, 4096):
+            return math.inf
+        cost += 4 * size / width
+        if role is Role.ROW:  # shuffles in every turn
+            cost += layout.blocks * BLOCK * items * turns / 4
+    return cost
