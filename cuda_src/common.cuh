@@ -20,7 +20,7 @@ typedef double float64;
 struct boolean { uint8 bits; };
 struct float16 { uint16 bits; };
 struct bfloat16 { uint16 bits; };
-struct any {};  // stored in a dtype known only when the kernel runs: see load_any
+struct any_dtype {};  // stored in a dtype known only when the kernel runs: see load_any
 
 // The numbers by which a call names a dtype at run time; cupyfused/_dtypes.py holds the same list in the same order.
 enum Dtype : uint8 { BOOL, UINT8, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
@@ -96,8 +96,9 @@ template <typename T, typename A> __device__ __forceinline__ A load_as(const voi
     return Convert<T>::template load<A>(((const T*)base)[offset]);
 }
 
-// A parameter whose dtype is not the result's loads through this switch: one instance instead of one for each dtype.
-template <typename A> __device__ __forceinline__ A load_any(const void* base, int64 offset, uint8 dtype)
+// A parameter whose dtype is not the result's loads through this switch: one instance instead of one for each dtype. A function
+// of its own, since inlined for each element it made a kernel take 3 s to compile instead of 0.2 s.
+template <typename A> __device__ __noinline__ A load_any(const void* base, int64 offset, uint8 dtype)
 {
     switch (dtype) {
     case BOOL: return load_as<boolean, A>(base, offset);
@@ -114,7 +115,7 @@ template <typename A> __device__ __forceinline__ A load_any(const void* base, in
 }
 
 // Gradients and partial sums are floating, so only those are stored through a switch.
-template <typename A> __device__ __forceinline__ void store_any(void* base, int64 offset, uint8 dtype, A value)
+template <typename A> __device__ __noinline__ void store_any(void* base, int64 offset, uint8 dtype, A value)
 {
     switch (dtype) {
     case FLOAT16: ((float16*)base)[offset] = Convert<float16>::store(value); break;
@@ -145,7 +146,7 @@ template <typename T> __device__ __forceinline__ T clamp(T value, Optional<T> mi
 // ---- operands -----------------------------------------------------------------------------------------------------------
 
 // How the elements of one packet are reached. A packet is what one thread takes at once: WIDTH neighbours along dim 0.
-enum Access : uint8 { ABSENT, NUMBER, SINGLE, VECTOR, STRIDED };
+enum Access : uint8 { ABSENT, NUMBER, STRIDED, VECTOR };
 
 // One tensor of a call. `stride` is in elements; along dim 0 it leads from packet to packet, and `step` within one.
 struct Operand {
@@ -155,10 +156,21 @@ struct Operand {
     uint8 dtype;
 };
 
+// A number, or an array without dims.
+struct Scalar {
+    uint8 access;
+    uint8 dtype;
+};
+
 // A number of the call, as the host packed it into 8 bytes.
 __device__ __forceinline__ float number_as(float*, uint64 bits) { return bit_cast<float>((uint32)bits); }
 __device__ __forceinline__ double number_as(double*, uint64 bits) { return bit_cast<double>(bits); }
 template <typename T> __device__ __forceinline__ T number_as(T*, uint64 bits) { return (T)bits; }
+
+template <typename A> __device__ __forceinline__ A load_scalar(uint64 address, const Scalar& scalar)
+{
+    return scalar.access > NUMBER ? load_any<A>((const void*)address, 0, scalar.dtype) : number_as((A*)0, address);
+}
 
 template <int BYTES> struct Word;
 template <> struct Word<1> { typedef uint8 type; };
@@ -176,16 +188,14 @@ template <typename T, typename A, int W> struct Packet {
     {
         const T* base = (const T*)address + offset;
         if (operand.access == VECTOR && valid == W) whole = *(const Whole*)base;
-        else if (operand.access == SINGLE) value[0] = *base;
-        else if (operand.access >= VECTOR)
+        else if (operand.access > NUMBER)
 #pragma unroll
             for (int e = 0; e < W; ++e)
                 if (e < valid) value[e] = base[e * operand.step];
     }
     __device__ __forceinline__ A get(int e, uint64 bits, const Operand& operand) const
     {
-        if (operand.access <= NUMBER) return number_as((A*)0, bits);
-        return Convert<T>::template load<A>(operand.access == SINGLE ? value[0] : value[e]);
+        return operand.access > NUMBER ? Convert<T>::template load<A>(value[e]) : number_as((A*)0, bits);
     }
     __device__ __forceinline__ void set(int e, A result) { value[e] = Convert<T>::store(result); }
     __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand& operand, int valid) const
@@ -199,26 +209,21 @@ template <typename T, typename A, int W> struct Packet {
     }
 };
 
-template <typename A, int W> struct Packet<any, A, W> {
-    A value[W];
+template <typename A> struct Packet<any_dtype, A, 1> {
+    A value;
 
-    __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand, int valid)
+    __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand, int)
     {
-        if (operand.access <= NUMBER) return;
-#pragma unroll
-        for (int e = 0; e < W; ++e)
-            if (e < valid) value[e] = load_any<A>((const void*)address, offset + e * operand.step, operand.dtype);
+        if (operand.access > NUMBER) value = load_any<A>((const void*)address, offset, operand.dtype);
     }
-    __device__ __forceinline__ A get(int e, uint64 bits, const Operand& operand) const
+    __device__ __forceinline__ A get(int, uint64 bits, const Operand& operand) const
     {
-        return operand.access <= NUMBER ? number_as((A*)0, bits) : value[e];
+        return operand.access > NUMBER ? value : number_as((A*)0, bits);
     }
-    __device__ __forceinline__ void set(int e, A result) { value[e] = result; }
-    __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand& operand, int valid) const
+    __device__ __forceinline__ void set(int, A result) { value = result; }
+    __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand& operand, int) const
     {
-#pragma unroll
-        for (int e = 0; e < W; ++e)
-            if (e < valid) store_any<A>((void*)address, offset + e * operand.step, operand.dtype, value[e]);
+        store_any<A>((void*)address, offset, operand.dtype, value);
     }
 };
 
@@ -242,6 +247,7 @@ template <int COUNT, typename I>
 __device__ __forceinline__ I add_offsets(const Dims& dims, int begin, int end, I index, const Operand* operand, int64* offset)
 {
     I first = index;
+#pragma unroll 1  // the compiler would unroll by four, for code four times as long and no time saved: most calls have one or two dims
     for (int dim = begin; dim < end; ++dim) {
         I rest = 0, place = index;
         if (dim + 1 < end) {
@@ -265,23 +271,30 @@ template <typename I> __device__ __forceinline__ int valid_elements(I packet, ui
 
 // ---- sums ---------------------------------------------------------------------------------------------------------------
 
-// Sum over the threads of a block that share threadIdx.x % columns, the same pairs every time; the first row has the result.
-template <typename A> __device__ A sum_rows(A value, int columns)
+// Sum W values each over the threads of a block that share threadIdx.x % columns, the same pairs every time; the threads of the
+// first row end with the result.
+template <typename A, int W> __device__ __forceinline__ void sum_rows(A (&value)[W], int columns)
 {
-    __shared__ A shared[BLOCK];
+    __shared__ A shared[W][BLOCK];
     int thread = threadIdx.x;
     __syncthreads();
-    shared[thread] = value;
+#pragma unroll
+    for (int e = 0; e < W; ++e) shared[e][thread] = value[e];
+#pragma unroll 1
     for (int rows = BLOCK / columns / 2; rows > 0; rows /= 2) {
         __syncthreads();
-        if (thread < rows * columns) shared[thread] += shared[thread + rows * columns];
+        if (thread < rows * columns)
+#pragma unroll
+            for (int e = 0; e < W; ++e) shared[e][thread] += shared[e][thread + rows * columns];
     }
-    return shared[thread];
+#pragma unroll
+    for (int e = 0; e < W; ++e) value[e] = shared[e][thread];
 }
 
 // Sum over `lanes` neighbours of a warp (a power of two up to 32); every one of them has the result.
 template <typename A> __device__ __forceinline__ A sum_lanes(A value, int lanes)
 {
+#pragma unroll 1
     for (int distance = lanes / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
     return value;
 }

@@ -6,10 +6,11 @@
 //   OP, KERNEL                 the functor and the kernel's name, which profilers show
 //   ARITHMETIC                 the type that the arithmetic runs in
 //   RESULT                     the type that y is stored in
-//   OPERANDS(F)                F(k, name, type) for each operand, type being how it is stored
+//   OPERANDS(F)                F(k, name, type) for each tensor, type being how it is stored
+//   SCALARS(F)                 F(k, name) for each option and, in backward, for each further number
 //   GRADIENTS(F)               F(k, name, type) for each gradient (backward only)
 //   ARGUMENTS                  the functor's arguments for element e of packet i
-//   OPERAND_COUNT, GRADIENT_COUNT, WIDTH, ITEMS, BLOCK, MAX_DIMS, INDEX
+//   OPERAND_COUNT, SCALAR_COUNT, GRADIENT_COUNT, WIDTH, ITEMS, BLOCK, MAX_DIMS, INDEX
 //
 // A thread takes ITEMS packets of WIDTH neighbours: one packet of 16 bytes where the layout allows it, else as many single
 // elements, BLOCK apart so that the threads of a warp stay side by side. All loads are issued before the first use.
@@ -17,14 +18,18 @@
 typedef ARITHMETIC A;
 
 #define ELEMENT_OF(name) name[i].get(e, p.address[k_##name], p.operand[k_##name])
-#define OPTIONAL_OF(name) Optional<A>{ELEMENT_OF(name), p.operand[k_##name].access != ABSENT}
+#define DECLARE(k, name, T) Packet<T, A, WIDTH> name[ITEMS]; constexpr int k_##name = k;
+#define DECLARE_SCALAR(k, name) \
+    const Optional<A> name = {load_scalar<A>(p.scalar_address[k], p.scalar[k]), p.scalar[k].access != ABSENT};
 
 #ifdef FORWARD
 
-// Operand 0 is y, the inputs follow.
+// Operand 0 is y, the inputs follow. An address is a number's bits where the operand is a number.
 struct MapParameters {
-    uint64 address[OPERAND_COUNT];  // or a number's bits
+    uint64 address[OPERAND_COUNT];
+    uint64 scalar_address[SCALAR_COUNT + 1];  // one more than there are: an array needs an element
     Operand operand[OPERAND_COUNT];
+    Scalar scalar[SCALAR_COUNT + 1];
     Dims dims;
     uint64 packets;
     uint64 inner;  // elements along dim 0
@@ -33,8 +38,8 @@ struct MapParameters {
 
 extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant__ MapParameters p)
 {
-#define DECLARE(k, name, T) Packet<T, A, WIDTH> name[ITEMS]; const int k_##name = k;
     OPERANDS(DECLARE)
+    SCALARS(DECLARE_SCALAR)
     int64 offset[ITEMS][OPERAND_COUNT];
     int valid[ITEMS];
     INDEX first = (INDEX)blockIdx.x * (BLOCK * ITEMS) + threadIdx.x;
@@ -79,7 +84,9 @@ enum Role : uint8 {
 // Operand 0 is grad_out, the inputs follow, then the gradients.
 struct SumParameters {
     uint64 address[OPERAND_COUNT + GRADIENT_COUNT];
+    uint64 scalar_address[SCALAR_COUNT + 1];
     Operand operand[OPERAND_COUNT + GRADIENT_COUNT];
+    Scalar scalar[SCALAR_COUNT + 1];
     Dims dims;
     int64 split_stride[GRADIENT_COUNT];
     int64 tile_stride[GRADIENT_COUNT];
@@ -96,24 +103,55 @@ struct SumParameters {
     uint8 role[GRADIENT_COUNT];
 };
 
+// The three below are functions of their own, and not inlined for each gradient, to keep the kernel short: it compiles in half
+// the time.
+
+// ROW: adds what the lanes of a step have; `segment` is the place of these lanes among those that share the step.
+__device__ __noinline__ void store_row(const SumParameters& p, int k, A value, int64 offset, int64 segment, int lanes, bool stores)
+{
+    A total = sum_lanes(value, lanes);
+    if (stores) store_any<A>((void*)p.address[OPERAND_COUNT + k], offset + segment * p.tile_stride[k], p.operand[OPERAND_COUNT + k].dtype, total);
+}
+
+// COLUMN: adds what the rows of the block have for each element of the packet.
+__device__ __noinline__ void store_columns(const SumParameters& p, int k, A (&sum)[WIDTH], int64 place, int valid)
+{
+    const Operand& target = p.operand[OPERAND_COUNT + k];
+    sum_rows(sum, p.position_lanes);
+    if (threadIdx.x >= p.position_lanes) return;
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e)
+        if (e < valid) store_any<A>((void*)p.address[OPERAND_COUNT + k], place + e * target.step, target.dtype, sum[e]);
+}
+
+// ALL: adds what all threads of the block have.
+__device__ __noinline__ void store_all(const SumParameters& p, int k, A value, int64 place)
+{
+    A sum[1] = {value};
+    sum_rows(sum, 1);
+    if (threadIdx.x == 0) store_any<A>((void*)p.address[OPERAND_COUNT + k], place, p.operand[OPERAND_COUNT + k].dtype, sum[0]);
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant__ SumParameters p)
 {
     constexpr int ENTRIES = OPERAND_COUNT + GRADIENT_COUNT;
     const int lane = threadIdx.x % p.position_lanes, row = threadIdx.x / p.position_lanes, rows = BLOCK / p.position_lanes;
     const uint32 split = blockIdx.x % p.splits, tile = blockIdx.x / p.splits % p.tiles;
     const INDEX position = (INDEX)tile * p.position_lanes + lane;
+    const int row_lanes = p.position_lanes < 32 ? p.position_lanes : 32;
 
     int64 base[ENTRIES];
 #pragma unroll
     for (int k = 0; k < ENTRIES; ++k) base[k] = p.loop_begin ? (int64)position * p.operand[k].stride[0] : 0;
     add_offsets<ENTRIES>(p.dims, p.loop_end, p.ndim, (INDEX)(blockIdx.x / p.splits / p.tiles), p.operand, base);
 
+    SCALARS(DECLARE_SCALAR)
     A sum[GRADIENT_COUNT][WIDTH] = {};
     const INDEX end = min((INDEX)p.loop, (INDEX)((split + 1) * p.loop_per_split));
 
     // Every thread of the block makes the same number of turns: ROW sums across a warp in each of them.
+#pragma unroll 1
     for (INDEX turn = (INDEX)(split * p.loop_per_split); turn < end; turn += rows * ITEMS) {
-#define DECLARE(k, name, T) Packet<T, A, WIDTH> name[ITEMS]; const int k_##name = k;
         OPERANDS(DECLARE)
         int64 offset[ITEMS][ENTRIES];
         int valid[ITEMS];
@@ -147,36 +185,25 @@ extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant
                 name.store(p.address[OPERAND_COUNT + k], offset[i][OPERAND_COUNT + k], p.operand[OPERAND_COUNT + k], valid[i]);
             GRADIENTS(STORE)
 #pragma unroll
-            for (int k = 0; k < GRADIENT_COUNT; ++k) {
-                if (p.role[k] != ROW) continue;
-                int lanes = p.position_lanes < 32 ? p.position_lanes : 32;
-                A total = sum_lanes(row_sum[k], lanes);
-                if (lane % lanes == 0 && valid[i] > 0)
-                    store_any<A>((void*)p.address[OPERAND_COUNT + k],
-                                 offset[i][OPERAND_COUNT + k] + (int64)(position / lanes) * p.tile_stride[k],
-                                 p.operand[OPERAND_COUNT + k].dtype, total);
-            }
+            for (int k = 0; k < GRADIENT_COUNT; ++k)
+                if (p.role[k] == ROW)
+                    store_row(p, k, row_sum[k], offset[i][OPERAND_COUNT + k], position / row_lanes, row_lanes,
+                              lane % row_lanes == 0 && valid[i] > 0);
         }
     }
 
+    const int valid = position < p.positions ? valid_elements(position, p.inner, WIDTH) : 0;
 #pragma unroll
     for (int k = 0; k < GRADIENT_COUNT; ++k) {
-        const Operand& target = p.operand[OPERAND_COUNT + k];
         int64 place = base[OPERAND_COUNT + k] + (int64)split * p.split_stride[k] + (int64)tile * p.tile_stride[k];
         if (p.role[k] == COLUMN) {
-            int valid = position < p.positions ? valid_elements(position, p.inner, WIDTH) : 0;
-#pragma unroll
-            for (int e = 0; e < WIDTH; ++e) {
-                A total = sum_rows(sum[k][e], p.position_lanes);
-                if (row == 0 && e < valid)
-                    store_any<A>((void*)p.address[OPERAND_COUNT + k], place + e * target.step, target.dtype, total);
-            }
+            A column[WIDTH];  // a copy, since what a call takes by reference cannot stay in registers
+            for (int e = 0; e < WIDTH; ++e) column[e] = sum[k][e];
+            store_columns(p, k, column, place, valid);
         } else if (p.role[k] == ALL) {
             A total = 0;
-#pragma unroll
             for (int e = 0; e < WIDTH; ++e) total += sum[k][e];
-            total = sum_rows(total, 1);
-            if (threadIdx.x == 0) store_any<A>((void*)p.address[OPERAND_COUNT + k], place, target.dtype, total);
+            store_all(p, k, total, place);
         }
     }
 }

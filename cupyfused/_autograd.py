@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _layout, _op
-from ._dtypes import Dtype, fit_number
+from ._dtypes import fit_number
 from ._layout import Ints, Strided
 from ._op import Call
 from ._plan import Described, storage
@@ -104,16 +104,19 @@ def eager_backward(op: Op, call: Call, grad_out: Tensor, values: Sequence[Any], 
         return [None if one is None else one.empty(grad_out.device).zero_() for one in targets]
     gradients = [None if one is None else one.empty(grad_out.device) for one in targets]
     workspace = torch.empty(plan.workspace, dtype=TORCH_DTYPES[plan.workspace_dtype.name], device=grad_out.device) if plan.workspace else None
-    slots = [address, *(_slot(value) for value in values), *op.rules(values[len(op.inputs) :])]
+    slots = [_slot(value) for value in values]
     for k in call.items:
         if values[k] is not None:
-            slots[1 + k] = values[k].item()
+            slots[k] = values[k].item()
+    inputs = len(op.inputs)
+    operands, scalars = [address, *slots[:inputs]], [*slots[inputs:], *op.rules(values[inputs:])]
     pointers = [0 if one is None else one.data_ptr() for one in gradients]
     stream, scratch = TORCH.stream(call.device), 0 if workspace is None else workspace.data_ptr()
     try:
-        plan.run(stream, slots, pointers, scratch)
+        plan.run(stream, operands, scalars, pointers, scratch)
     except (struct.error, OverflowError):
-        plan.run(stream, [_fit(slot, call.dtype) for slot in slots], pointers, scratch)
+        fit = [[fit_number(slot, call.dtype) if isinstance(slot, float) else slot for slot in slots] for slots in (operands, scalars)]
+        plan.run(stream, *fit, pointers, scratch)
     return gradients
 
 
@@ -121,10 +124,6 @@ def _slot(value: Any) -> int | float:
     if isinstance(value, Tensor):
         return value.data_ptr()
     return 0 if value is None else value  # type: ignore[no-any-return]
-
-
-def _fit(slot: int | float, dtype: Dtype) -> int | float:
-    return fit_number(slot, dtype) if isinstance(slot, float) else slot
 
 
 def _plan(
@@ -137,11 +136,12 @@ def _plan(
         return None, targets
     geometry = TORCH.read(grad_out)
     operands = [Described(call.dtype, Strided(geometry.shape, geometry.strides), geometry.address % 16)]
-    operands += [Described() if value is None else one.described for value, one in zip(values, call.operands)]
-    operands += [Described(call.dtype)] * len(op.backward_numbers)
+    described_values = [Described() if value is None else one.described for value, one in zip(values, call.operands)]
+    operands += described_values[: len(inputs)]
+    scalars = described_values[len(inputs) :] + [Described(call.dtype)] * len(op.backward_numbers)
     stored = storage([one.described for one in inputs], call.dtype)
     assert call.backend is not None
-    return sum_plan(op, call.shape, operands, described, stored, call.backend), targets
+    return sum_plan(op, call.shape, operands, scalars, described, stored, call.backend), targets
 
 
 # ---- the composed expression --------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ LARGE_DIMS = 32
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled for. `x`, `parameter`: how inputs are stored, `any` where that is told at run time."""
+    """What a kernel is compiled for. `x`, `parameter`: how inputs are stored, `any_dtype` where that is told at run time."""
 
     op: Op | None  # None: the finishing kernel of sums
     direction: str  # forward, backward or sum_partials
@@ -80,24 +80,26 @@ class Variant:
     def _op_defines(self, op: Op) -> dict[str, object]:
         forward = self.direction == "forward"
         first, *others = op.inputs
-        stored = [("result" if forward else "grad_out", self.result), (first, self.x)]
-        stored += [(name, self.parameter) for name in others]
-        stored += [(name, "any") for name in op.options]
-        arguments = [f"ELEMENT_OF({name})" for name in op.inputs] + [f"OPTIONAL_OF({name})" for name in op.options]
-        defines: dict[str, object] = {"OP": op.name}
+        inputs = [(first, self.x), *((name, self.parameter) for name in others)]
+        operands = [("result" if forward else "grad_out", self.result), *inputs]
+        scalars = [*op.options, *(() if forward else op.backward_numbers)]
+        arguments = [f"ELEMENT_OF({name})" for name in op.inputs] + list(op.options)
+        defines: dict[str, object] = {
+            "OP": op.name,
+            "OPERANDS(F)": " ".join(f"F({k}, {name}, {kind})" for k, (name, kind) in enumerate(operands)),
+            "OPERAND_COUNT": len(operands),
+            "SCALARS(F)": " ".join(f"F({k}, {name})" for k, name in enumerate(scalars)),
+            "SCALAR_COUNT": len(scalars),
+        }
         if forward:
-            defines["FORWARD"] = 1
-        else:
-            stored += [(name, "any") for name in op.backward_numbers]
-            gradients = [f"gradient[{k}]" for k in range(len(op.inputs))]
-            arguments = ["ELEMENT_OF(grad_out)", *arguments, *(f"ELEMENT_OF({name})" for name in op.backward_numbers), *gradients]
-            listed = [(first, self.x), *((name, self.parameter) for name in others)]
-            defines["GRADIENTS(F)"] = " ".join(f"F({k}, grad_{name}, {kind})" for k, (name, kind) in enumerate(listed))
-            defines["GRADIENT_COUNT"] = len(listed)
-        defines["OPERANDS(F)"] = " ".join(f"F({k}, {name}, {kind})" for k, (name, kind) in enumerate(stored))
-        defines["OPERAND_COUNT"] = len(stored)
-        defines["ARGUMENTS"] = ", ".join(arguments)
-        return defines
+            return defines | {"FORWARD": 1, "ARGUMENTS": ", ".join(arguments)}
+        arguments = ["ELEMENT_OF(grad_out)", *arguments, *(f"{name}.value" for name in op.backward_numbers)]
+        arguments += [f"gradient[{k}]" for k in range(len(inputs))]
+        return defines | {
+            "GRADIENTS(F)": " ".join(f"F({k}, grad_{name}, {kind})" for k, (name, kind) in enumerate(inputs)),
+            "GRADIENT_COUNT": len(inputs),
+            "ARGUMENTS": ", ".join(arguments),
+        }
 
 
 @functools.cache
@@ -132,8 +134,7 @@ def _can_make(path: Path) -> bool:
 
 
 def _nvrtc() -> Any:
-    import_cupy()
-    return importlib.import_module("cupy.cuda.nvrtc")
+    return import_cupy().cuda.nvrtc
 
 
 @functools.cache

@@ -28,14 +28,19 @@ def _dims_struct(max_dims: int) -> Any:
     return _struct("Dims", [("extent", ctypes.c_uint64 * max_dims), ("magic", ctypes.c_uint32 * max_dims), ("shift", ctypes.c_uint8 * max_dims)])
 
 
+_Scalar = _struct("Scalar", [("access", ctypes.c_uint8), ("dtype", ctypes.c_uint8)])
+
+
 @functools.cache
-def map_struct(operands: int, max_dims: int) -> Any:
+def map_struct(operands: int, scalars: int, max_dims: int) -> Any:
     u64 = ctypes.c_uint64
     return _struct(
         "MapParameters",
         [
             ("address", u64 * operands),
+            ("scalar_address", u64 * (scalars + 1)),
             ("operand", _operand_struct(max_dims) * operands),
+            ("scalar", _Scalar * (scalars + 1)),
             ("dims", _dims_struct(max_dims)),
             ("packets", u64),
             ("inner", u64),
@@ -45,13 +50,15 @@ def map_struct(operands: int, max_dims: int) -> Any:
 
 
 @functools.cache
-def sum_struct(operands: int, gradients: int, max_dims: int) -> Any:
+def sum_struct(operands: int, scalars: int, gradients: int, max_dims: int) -> Any:
     u64, i64, u32, i32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int32
     return _struct(
         "SumParameters",
         [
             ("address", u64 * (operands + gradients)),
+            ("scalar_address", u64 * (scalars + 1)),
             ("operand", _operand_struct(max_dims) * (operands + gradients)),
+            ("scalar", _Scalar * (scalars + 1)),
             ("dims", _dims_struct(max_dims)),
             ("split_stride", i64 * gradients),
             ("tile_stride", i64 * gradients),

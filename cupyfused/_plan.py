@@ -22,10 +22,11 @@ from .errors import OperandError, message
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["Backend", "Described", "Packets", "Storage", "choose_packets", "fill_operand", "map_plan", "slot_format", "storage"]
+__all__ = ["Backend", "Described", "Packets", "Storage", "choose_packets", "fill_operand", "fill_scalar", "map_plan", "slot_format", "storage"]
 
-ABSENT, NUMBER, SINGLE, VECTOR, STRIDED = range(5)  # enum Access of cuda_src/common.cuh
+ABSENT, NUMBER, STRIDED, VECTOR = range(4)  # enum Access of cuda_src/common.cuh
 PACKET_BYTES = 16
+MAX_ITEMS = 4  # single elements a thread; each more makes the kernel longer to compile
 # Pairs of x and result with a kernel of their own. Any other pair loads through a run-time switch: a kernel for each would be
 # some 50 pairs, times what layouts and architectures make of them.
 _MIXED = {("uint8", "float32"), ("float16", "float32"), ("bfloat16", "float32")}
@@ -40,7 +41,7 @@ class Described(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """How the operands of a call are stored; `any` where a kernel is told when it runs."""
+    """How the operands of a call are stored; `any_dtype` where a kernel is told when it runs."""
 
     x: str
     parameter: str
@@ -69,25 +70,25 @@ class Backend:
 
 
 def storage(inputs: Sequence[Described], result: Dtype) -> Storage:
-    """Choose the instance for these dtypes: x and result as they are, the parameters all stored like the result, or `any`."""
+    """Choose the instance for these dtypes: x and result as they are, the parameters all stored like the result, or `any_dtype`."""
     x, *parameters = inputs
     assert x.dtype is not None
     alike = all(one.array is None or one.dtype is result for one in parameters)
     known = x.dtype is result or (x.dtype.name, result.name) in _MIXED
     if alike and known and result.category > 0:
         return Storage(x.dtype.name, result.name, result)
-    return Storage("any", "any", result)
+    return Storage("any_dtype", "any_dtype", result)
 
 
 def choose_packets(layout: Layout, stored: Storage) -> Packets:
     """Take 16 bytes at once where dim 0 is made of whole packets or is all there is, else as many single elements."""
     packet = stored.packet
     whole = layout.extents[0] % packet == 0 or len(layout.extents) == 1
-    return Packets(packet, 1) if whole and stored.x != "any" else Packets(1, packet)
+    return Packets(packet, 1) if whole and stored.x != "any_dtype" else Packets(1, min(packet, MAX_ITEMS))
 
 
-def fill_operand(target: Any, one: Described, strides: Ints, width: int, typed: bool = True) -> None:
-    """Write how an operand is reached. `strides` are along the kernel's dims; `typed` is False for storage `any`."""
+def fill_operand(target: Any, one: Described, strides: Ints, width: int) -> None:
+    """Write how an operand is reached; `strides` are along the kernel's dims."""
     if one.array is None:
         target.access = ABSENT if one.dtype is None else NUMBER
         return
@@ -98,12 +99,13 @@ def fill_operand(target: Any, one: Described, strides: Ints, width: int, typed: 
         target.stride[dim] = stride * width if dim == 0 else stride
     packet_bytes = width * one.dtype.size
     aligned = one.alignment % packet_bytes == 0 and all(stride % width == 0 for stride in strides[1:])
-    if width > 1 and strides[0] == 0 and typed:
-        target.access = SINGLE
-    elif width > 1 and strides[0] == 1 and aligned and typed:
-        target.access = VECTOR
-    else:
-        target.access = STRIDED
+    target.access = VECTOR if width > 1 and strides[0] == 1 and aligned else STRIDED
+
+
+def fill_scalar(target: Any, one: Described) -> None:
+    """Write what an option is: a number, a 0-dim array or nothing."""
+    target.access = ABSENT if one.dtype is None else NUMBER if one.array is None else STRIDED
+    target.dtype = one.dtype.code if one.dtype is not None else 0
 
 
 def slot_format(one: Described, stored: Storage, exact: bool = False) -> str:
@@ -146,20 +148,21 @@ def map_plan(op: Op, shape: Ints, operands: Sequence[Described], backend: Backen
     result, rest = operands[0], operands[1:]
     assert result.dtype is not None
     stored = storage(rest[: len(op.inputs)], result.dtype)
-    strides = [_layout.broadcast_strides(one.array, shape) if one.array else (0,) * len(shape) for one in operands]
-    layout = _layout.collapse(shape, strides, [k for k, one in enumerate(operands) if one.array])
+    tensors = 1 + len(op.inputs)
+    strides = [_layout.broadcast_strides(one.array, shape) if one.array else (0,) * len(shape) for one in operands[:tensors]]
+    layout = _layout.collapse(shape, strides, [k for k, one in enumerate(operands[:tensors]) if one.array])
     width, items = choose_packets(layout, stored)
     extents = (-(-layout.extents[0] // width), *layout.extents[1:])
     packets = math.prod(extents)
     index = "uint32" if packets + BLOCK * items < INDEX_LIMIT else "uint64"
     max_dims = check_dims(op, layout)
     variant = Variant(op, "forward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, width, items, index, max_dims)
-    parameters = map_struct(len(operands), max_dims)()
-    first_option = 1 + len(op.inputs)
-    for k, one in enumerate(operands):
-        typed = k < first_option and stored.x != "any" or k == 0
-        fill_operand(parameters.operand[k], one, layout.strides[k], width, typed)
+    parameters = map_struct(tensors, len(op.options), max_dims)()
+    for k, one in enumerate(operands[:tensors]):
+        fill_operand(parameters.operand[k], one, layout.strides[k], width)
+    for k, one in enumerate(operands[tensors:]):
+        fill_scalar(parameters.scalar[k], one)
     fill_dims(parameters.dims, extents)
     parameters.packets, parameters.inner, parameters.ndim = packets, layout.extents[0], len(extents)
-    slots = "".join(slot_format(one, stored, exact=k >= first_option) for k, one in enumerate(operands))
+    slots = "".join(slot_format(one, stored, exact=k >= tensors) for k, one in enumerate(operands))
     return Launch(backend.load(variant), (-(-packets // (BLOCK * items)), 1), bytes(parameters), slots)

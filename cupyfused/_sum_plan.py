@@ -13,7 +13,7 @@ from ._kernel import BLOCK, LARGE_DIMS, Variant
 from ._launch import Launch
 from ._layout import Ints, Layout
 from ._parameters import INDEX_LIMIT, fill_dims, partials_struct, sum_struct
-from ._plan import Backend, Described, Packets, Storage, check_dims, choose_packets, fill_operand, slot_format
+from ._plan import Backend, Described, Packets, Storage, check_dims, choose_packets, fill_operand, fill_scalar, slot_format
 from ._sums import Role, SumLayout, plan_sums
 
 if TYPE_CHECKING:
@@ -39,12 +39,14 @@ class SumPlan:
     workspace: int
     workspace_dtype: Dtype
 
-    def run(self, stream: int, operands: Sequence[int | float], gradients: Sequence[int], workspace: int) -> None:
+    def run(
+        self, stream: int, operands: Sequence[int | float], scalars: Sequence[int | float], gradients: Sequence[int], workspace: int
+    ) -> None:
         """Launch everything. `gradients` are addresses, 0 where none is asked for; `workspace` is the address of the scratch."""
         size = self.workspace_dtype.size
         for one in self.passes:
             targets = [grad if begin is None else workspace + begin * size for grad, begin in zip(gradients, one.workspace)]
-            one.launch(stream, *operands, *targets)
+            one.launch(stream, *operands, *targets, *scalars)
             for launch, finished in one.finish:
                 launch(stream, *(address for k in finished for address in (targets[k], gradients[k])))
 
@@ -54,7 +56,8 @@ class _Context:
     """What the steps of planning share."""
 
     op: Op
-    operands: Sequence[Described]  # grad_out, inputs, options, backward numbers
+    operands: Sequence[Described]  # grad_out, inputs
+    scalars: Sequence[Described]  # options, backward numbers
     gradients: Sequence[Described | None]
     stored: Storage
     layout: Layout
@@ -66,7 +69,13 @@ class _Context:
 
 
 def sum_plan(
-    op: Op, shape: Ints, operands: Sequence[Described], gradients: Sequence[Described | None], stored: Storage, backend: Backend
+    op: Op,
+    shape: Ints,
+    operands: Sequence[Described],
+    scalars: Sequence[Described],
+    gradients: Sequence[Described | None],
+    stored: Storage,
+    backend: Backend,
 ) -> SumPlan:
     """Plan a backward call whose result had this shape; `gradients` describe what is to be written, None where not asked for."""
     entries = [*operands, *(one or Described() for one in gradients)]
@@ -78,7 +87,7 @@ def sum_plan(
     layout = _layout.collapse(shape, strides, [*full, *arrays[1:], *arrays[:1]], [own for own in marks if own is not None])
     summed = [None if own is None else tuple(own[dim] for dim in layout.dims) or (0,) for own in marks]
     packets = choose_packets(layout, stored)
-    context = _Context(op, operands, gradients, stored, layout, summed, packets, check_dims(op, layout), backend)
+    context = _Context(op, operands, scalars, gradients, stored, layout, summed, packets, check_dims(op, layout), backend)
     passes = plan_sums(layout.extents, packets.width, packets.items, summed, backend.multiprocessors)
     planned = tuple(_plan_pass(context, one) for one in passes)
     return SumPlan(planned, context.workspace, BY_NAME[stored.result.arithmetic])
@@ -101,10 +110,11 @@ def _plan_pass(context: _Context, one: SumLayout) -> Pass:
     variant = Variant(
         op, "backward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, *context.packets, index, context.max_dims
     )
-    parameters = sum_struct(len(operands), count, context.max_dims)()
+    parameters = sum_struct(len(operands), len(context.scalars), count, context.max_dims)()
     for k, operand in enumerate(operands):
-        typed = k == 0 or (k <= len(op.inputs) and stored.x != "any")
-        fill_operand(parameters.operand[k], operand, _ordered(context.layout.strides[k], one.order), width, typed)
+        fill_operand(parameters.operand[k], operand, _ordered(context.layout.strides[k], one.order), width)
+    for k, scalar in enumerate(context.scalars):
+        fill_scalar(parameters.scalar[k], scalar)
     begins, finish = [], []
     for k in range(count):
         begin, partial = _fill_gradient(context, one, parameters, k)
@@ -118,6 +128,7 @@ def _plan_pass(context: _Context, one: SumLayout) -> Pass:
     for k, role in enumerate(one.roles):
         parameters.role[k] = role
     slots = "".join(slot_format(operand, stored) for operand in operands) + "Q" * count
+    slots += "".join(slot_format(scalar, stored) for scalar in context.scalars)
     launch = Launch(context.backend.load(variant), (one.blocks, 1), bytes(parameters), slots)
     return Pass(launch, tuple(begins), _plan_finish(context, finish))
 
@@ -142,18 +153,17 @@ def _fill_gradient(context: _Context, one: SumLayout, parameters: Any, k: int) -
     if gradient is None or marks is None or role is Role.UNWANTED:
         return None, None
     own = context.layout.strides[len(context.operands) + k]
-    typed = context.stored.x != "any"
     if role is Role.EACH:
-        fill_operand(target, gradient, _ordered(own, one.order), width, typed)
+        fill_operand(target, gradient, _ordered(own, one.order), width)
         return None, None
     extents = one.partial_extents(k, context.layout.extents, context.layout.extents[0])
     left = [(key, extent) for key, extent in extents.items() if isinstance(key, str) or marks[key]]
     if math.prod(extent for _, extent in left) == 1:
-        fill_operand(target, gradient, _ordered(own, one.order), width, typed)
+        fill_operand(target, gradient, _ordered(own, one.order), width)
         return None, None
     strides = dict(zip(extents, _layout.contiguous_strides(tuple(extents.values()))))
     place = tuple(strides.get(dim, 0) for dim in one.order)
-    fill_operand(target, Described(BY_NAME[context.stored.result.arithmetic], gradient.array), place, width, typed)
+    fill_operand(target, Described(BY_NAME[context.stored.result.arithmetic], gradient.array), place, width)
     parameters.split_stride[k], parameters.tile_stride[k] = strides.get("split", 0), strides.get("tile", 0)
     begin = context.workspace
     context.workspace += math.prod(extents.values())
