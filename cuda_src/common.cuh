@@ -138,20 +138,31 @@ template <typename T> struct Optional { T value; bool present; };
 // torch.clamp: NaN passes through (fminf and fmaxf would drop it), a NaN bound gives NaN, and max_val wins over min_val.
 template <typename T> __device__ __forceinline__ T clamp(T value, Optional<T> min_val, Optional<T> max_val)
 {
-    if (min_val.present && !(value >= min_val.value) && value == value) value = min_val.value;
-    if (max_val.present && !(value <= max_val.value) && value == value) value = max_val.value;
+    if (min_val.present && value < min_val.value) value = min_val.value;
+    if (max_val.present && value > max_val.value) value = max_val.value;
+    if (min_val.present && min_val.value != min_val.value) value = min_val.value;
+    if (max_val.present && max_val.value != max_val.value) value = max_val.value;
     return value;
 }
 
 // ---- operands -----------------------------------------------------------------------------------------------------------
 
-// How the elements of one packet are reached. A packet is what one thread takes at once: WIDTH neighbours along dim 0.
-enum Access : uint8 { ABSENT, NUMBER, STRIDED, VECTOR };
+enum Access : uint8 {
+    ABSENT,  // left out, or not needed for the gradients that are asked for
+    NUMBER,
+    ARRAY,   // one element for the whole packet: dim 0 is broadcast, or packets are single elements
+    VECTOR,  // a packet's elements are neighbours, and aligned for a load of all of them at once
+};
 
-// One tensor of a call. `stride` is in elements; along dim 0 it leads from packet to packet, and `step` within one.
+// What an instance of a kernel is compiled to do with an operand and with a gradient. The fewer, the faster and the shorter: an
+// instance for single elements keeps all of it open, one for packets is made for just what its call needs.
+enum Form { AN_ARRAY, A_NUMBER, EITHER };
+enum Duty { STORES = 1, SUMS = 2, SUMS_ROWS = 4 };
+
+// One tensor of a call. `stride` is in elements; along dim 0 it leads from packet to packet.
 struct Operand {
     int64 stride[MAX_DIMS];
-    int64 step;
+    int64 step;  // between the elements of a packet: 1 or 0
     uint8 access;
     uint8 dtype;
 };
@@ -169,7 +180,7 @@ template <typename T> __device__ __forceinline__ T number_as(T*, uint64 bits) { 
 
 template <typename A> __device__ __forceinline__ A load_scalar(uint64 address, const Scalar& scalar)
 {
-    return scalar.access > NUMBER ? load_any<A>((const void*)address, 0, scalar.dtype) : number_as((A*)0, address);
+    return scalar.access >= ARRAY ? load_any<A>((const void*)address, 0, scalar.dtype) : number_as((A*)0, address);
 }
 
 template <int BYTES> struct Word;
@@ -179,46 +190,50 @@ template <> struct Word<4> { typedef uint32 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<16> { typedef uint4 type; };
 
-// W values as they are stored. Kept raw until every load of the thread is under way, so that no conversion waits.
-template <typename T, typename A, int W> struct Packet {
+// What one thread takes at once: W neighbours along dim 0, kept as they are stored until every load of the thread is under way,
+// so that no conversion waits.
+template <typename T, typename A, int W, Form FORM> struct Packet {
     typedef typename Word<sizeof(T) * W>::type Whole;
     union { Whole whole; T value[W]; };
 
     __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand, int valid)
     {
+        if (FORM == A_NUMBER || operand.access < ARRAY) return;
         const T* base = (const T*)address + offset;
-        if (operand.access == VECTOR && valid == W) whole = *(const Whole*)base;
-        else if (operand.access > NUMBER)
-#pragma unroll
-            for (int e = 0; e < W; ++e)
-                if (e < valid) value[e] = base[e * operand.step];
-    }
-    __device__ __forceinline__ A get(int e, uint64 bits, const Operand& operand) const
-    {
-        return operand.access > NUMBER ? Convert<T>::template load<A>(value[e]) : number_as((A*)0, bits);
-    }
-    __device__ __forceinline__ void set(int e, A result) { value[e] = Convert<T>::store(result); }
-    __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand& operand, int valid) const
-    {
-        T* base = (T*)address + offset;
-        if (operand.access == VECTOR && valid == W) *(Whole*)base = whole;
+        if (W == 1 || operand.access == ARRAY) value[0] = *base;
+        else if (valid == W) whole = *(const Whole*)base;
         else
 #pragma unroll
             for (int e = 0; e < W; ++e)
-                if (e < valid) base[e * operand.step] = value[e];
+                if (e < valid) value[e] = base[e];
+    }
+    __device__ __forceinline__ A get(int e, uint64 bits, const Operand& operand) const
+    {
+        if (FORM == A_NUMBER || (FORM == EITHER && operand.access < ARRAY)) return number_as((A*)0, bits);
+        return Convert<T>::template load<A>(operand.access == VECTOR ? value[e] : value[0]);
+    }
+    __device__ __forceinline__ void set(int e, A result) { value[e] = Convert<T>::store(result); }
+    __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand&, int valid) const
+    {
+        T* base = (T*)address + offset;
+        if (valid == W) *(Whole*)base = whole;
+        else
+#pragma unroll
+            for (int e = 0; e < W; ++e)
+                if (e < valid) base[e] = value[e];
     }
 };
 
-template <typename A> struct Packet<any_dtype, A, 1> {
+template <typename A> struct Packet<any_dtype, A, 1, EITHER> {
     A value;
 
     __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand, int)
     {
-        if (operand.access > NUMBER) value = load_any<A>((const void*)address, offset, operand.dtype);
+        if (operand.access >= ARRAY) value = load_any<A>((const void*)address, offset, operand.dtype);
     }
     __device__ __forceinline__ A get(int, uint64 bits, const Operand& operand) const
     {
-        return operand.access > NUMBER ? value : number_as((A*)0, bits);
+        return operand.access >= ARRAY ? value : number_as((A*)0, bits);
     }
     __device__ __forceinline__ void set(int, A result) { value = result; }
     __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand& operand, int) const

@@ -6,9 +6,9 @@
 //   OP, KERNEL                 the functor and the kernel's name, which profilers show
 //   ARITHMETIC                 the type that the arithmetic runs in
 //   RESULT                     the type that y is stored in
-//   OPERANDS(F)                F(k, name, type) for each tensor, type being how it is stored
+//   OPERANDS(F)                F(k, name, type, form) for each tensor: how it is stored, and whether it is an array or a number
 //   SCALARS(F)                 F(k, name) for each option and, in backward, for each further number
-//   GRADIENTS(F)               F(k, name, type) for each gradient (backward only)
+//   GRADIENTS(F)               F(k, name, type, duties) for each gradient: what may be asked of it (backward only)
 //   ARGUMENTS                  the functor's arguments for element e of packet i
 //   OPERAND_COUNT, SCALAR_COUNT, GRADIENT_COUNT, WIDTH, ITEMS, BLOCK, MAX_DIMS, INDEX
 //
@@ -18,7 +18,7 @@
 typedef ARITHMETIC A;
 
 #define ELEMENT_OF(name) name[i].get(e, p.address[k_##name], p.operand[k_##name])
-#define DECLARE(k, name, T) Packet<T, A, WIDTH> name[ITEMS]; constexpr int k_##name = k;
+#define DECLARE(k, name, T, form) Packet<T, A, WIDTH, form> name[ITEMS]; constexpr int k_##name = k;
 #define DECLARE_SCALAR(k, name) \
     const Optional<A> name = {load_scalar<A>(p.scalar_address[k], p.scalar[k]), p.scalar[k].access != ABSENT};
 
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant
         for (int k = 0; k < OPERAND_COUNT; ++k) offset[i][k] = 0;
         INDEX place = add_offsets<OPERAND_COUNT>(p.dims, 0, p.ndim, packet, p.operand, offset[i]);
         valid[i] = valid_elements(place, p.inner, WIDTH);
-#define LOAD(k, name, T) if (k > 0) name[i].load(p.address[k], offset[i][k], p.operand[k], valid[i]);
+#define LOAD(k, name, T, form) if (k > 0) name[i].load(p.address[k], offset[i][k], p.operand[k], valid[i]);
         OPERANDS(LOAD)
     }
 #pragma unroll
@@ -77,7 +77,7 @@ enum Role : uint8 {
     EACH,     // of full size: stored as it comes
     COLUMN,   // keeps the position: a sum over the loop for each element of the packet
     ALL,      // a sum over the loop and over the positions of the block
-    ROW,      // keeps the loop, sums over the positions: one store for each step and warp
+    ROW,      // keeps the loop, sums over the positions: one store for each step and tile
 };
 // The sums of one block go to the gradient itself if nothing is left to add, else to a workspace that sum_partials finishes.
 
@@ -96,40 +96,43 @@ struct SumParameters {
     uint64 inner;           // elements along dim 0
     uint32 splits;
     uint32 tiles;           // blocks along the position
-    int32 position_lanes;   // threads along the position, a power of two; the others share the loop
+    int32 position_lanes;   // threads along the position, a power of two up to 32; the others share the loop
     int32 loop_begin;       // 1 with a position dim, else 0
     int32 loop_end;
     int32 ndim;
     uint8 role[GRADIENT_COUNT];
 };
 
-// The three below are functions of their own, and not inlined for each gradient, to keep the kernel short: it compiles in half
-// the time.
-
-// ROW: adds what the lanes of a step have; `segment` is the place of these lanes among those that share the step.
-__device__ __noinline__ void store_row(const SumParameters& p, int k, A value, int64 offset, int64 segment, int lanes, bool stores)
+__device__ __forceinline__ void store_sum(const SumParameters& p, int k, int64 offset, A value)
 {
-    A total = sum_lanes(value, lanes);
-    if (stores) store_any<A>((void*)p.address[OPERAND_COUNT + k], offset + segment * p.tile_stride[k], p.operand[OPERAND_COUNT + k].dtype, total);
+    store_any<A>((void*)p.address[OPERAND_COUNT + k], offset, p.operand[OPERAND_COUNT + k].dtype, value);
+}
+
+// ROW: adds what the lanes of one step have.
+__device__ __forceinline__ void store_row(const SumParameters& p, int k, A value, int64 offset, uint32 tile, bool stores)
+{
+    A total = sum_lanes(value, p.position_lanes);
+    if (stores) store_sum(p, k, offset + tile * p.tile_stride[k], total);
 }
 
 // COLUMN: adds what the rows of the block have for each element of the packet.
-__device__ __noinline__ void store_columns(const SumParameters& p, int k, A (&sum)[WIDTH], int64 place, int valid)
+__device__ __forceinline__ void store_columns(const SumParameters& p, int k, A (&sum)[WIDTH], int64 place, int valid)
 {
-    const Operand& target = p.operand[OPERAND_COUNT + k];
     sum_rows(sum, p.position_lanes);
     if (threadIdx.x >= p.position_lanes) return;
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e)
-        if (e < valid) store_any<A>((void*)p.address[OPERAND_COUNT + k], place + e * target.step, target.dtype, sum[e]);
+        if (e < valid) store_sum(p, k, place + e * p.operand[OPERAND_COUNT + k].step, sum[e]);
 }
 
 // ALL: adds what all threads of the block have.
-__device__ __noinline__ void store_all(const SumParameters& p, int k, A value, int64 place)
+__device__ __forceinline__ void store_all(const SumParameters& p, int k, const A (&sum)[WIDTH], int64 place)
 {
-    A sum[1] = {value};
-    sum_rows(sum, 1);
-    if (threadIdx.x == 0) store_any<A>((void*)p.address[OPERAND_COUNT + k], place, p.operand[OPERAND_COUNT + k].dtype, sum[0]);
+    A total[1] = {};
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) total[0] += sum[e];
+    sum_rows(total, 1);
+    if (threadIdx.x == 0) store_sum(p, k, place, total[0]);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant__ SumParameters p)
@@ -138,7 +141,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant
     const int lane = threadIdx.x % p.position_lanes, row = threadIdx.x / p.position_lanes, rows = BLOCK / p.position_lanes;
     const uint32 split = blockIdx.x % p.splits, tile = blockIdx.x / p.splits % p.tiles;
     const INDEX position = (INDEX)tile * p.position_lanes + lane;
-    const int row_lanes = p.position_lanes < 32 ? p.position_lanes : 32;
 
     int64 base[ENTRIES];
 #pragma unroll
@@ -164,48 +166,42 @@ extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant
             for (int k = 0; k < ENTRIES; ++k) offset[i][k] = base[k];
             INDEX place = add_offsets<ENTRIES>(p.dims, p.loop_begin, p.loop_end, step, p.operand, offset[i]);
             valid[i] = valid_elements(p.loop_begin ? position : place, p.inner, WIDTH);
-#define LOAD(k, name, T) name[i].load(p.address[k], offset[i][k], p.operand[k], valid[i]);
+#define LOAD(k, name, T, form) name[i].load(p.address[k], offset[i][k], p.operand[k], valid[i]);
             OPERANDS(LOAD)
         }
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             A row_sum[GRADIENT_COUNT] = {};
-#define DECLARE_GRADIENT(k, name, T) Packet<T, A, WIDTH> name;
+#define DECLARE_GRADIENT(k, name, T, duties) Packet<T, A, WIDTH, WIDTH == 1 ? EITHER : AN_ARRAY> name;
             GRADIENTS(DECLARE_GRADIENT)
 #pragma unroll
             for (int e = 0; e < WIDTH; ++e) {
                 if (e >= valid[i]) continue;
                 A gradient[GRADIENT_COUNT];
                 OP::backward<A>(ARGUMENTS);
-#define TAKE(k, name, T) name.set(e, gradient[k]); sum[k][e] += gradient[k]; row_sum[k] += gradient[k];
+#define TAKE(k, name, T, duties)                                                                                                 \
+                if ((duties) & STORES) name.set(e, gradient[k]);                                                                 \
+                if ((duties) & SUMS) sum[k][e] += gradient[k];                                                                   \
+                if ((duties) & SUMS_ROWS) row_sum[k] += gradient[k];
                 GRADIENTS(TAKE)
             }
-#define STORE(k, name, T)                                                                                                        \
-            if (p.role[k] == EACH && valid[i] > 0)                                                                               \
-                name.store(p.address[OPERAND_COUNT + k], offset[i][OPERAND_COUNT + k], p.operand[OPERAND_COUNT + k], valid[i]);
+#define STORE(k, name, T, duties)                                                                                                \
+            if ((duties) & STORES && p.role[k] == EACH && valid[i] > 0)                                                          \
+                name.store(p.address[OPERAND_COUNT + k], offset[i][OPERAND_COUNT + k], p.operand[OPERAND_COUNT + k], valid[i]);  \
+            if ((duties) & SUMS_ROWS && p.role[k] == ROW)                                                                        \
+                store_row(p, k, row_sum[k], offset[i][OPERAND_COUNT + k], tile, lane == 0 && valid[i] > 0);
             GRADIENTS(STORE)
-#pragma unroll
-            for (int k = 0; k < GRADIENT_COUNT; ++k)
-                if (p.role[k] == ROW)
-                    store_row(p, k, row_sum[k], offset[i][OPERAND_COUNT + k], position / row_lanes, row_lanes,
-                              lane % row_lanes == 0 && valid[i] > 0);
         }
     }
 
     const int valid = position < p.positions ? valid_elements(position, p.inner, WIDTH) : 0;
-#pragma unroll
-    for (int k = 0; k < GRADIENT_COUNT; ++k) {
-        int64 place = base[OPERAND_COUNT + k] + (int64)split * p.split_stride[k] + (int64)tile * p.tile_stride[k];
-        if (p.role[k] == COLUMN) {
-            A column[WIDTH];  // a copy, since what a call takes by reference cannot stay in registers
-            for (int e = 0; e < WIDTH; ++e) column[e] = sum[k][e];
-            store_columns(p, k, column, place, valid);
-        } else if (p.role[k] == ALL) {
-            A total = 0;
-            for (int e = 0; e < WIDTH; ++e) total += sum[k][e];
-            store_all(p, k, total, place);
-        }
+#define FINISH(k, name, T, duties)                                                                                               \
+    if ((duties) & SUMS) {                                                                                                       \
+        int64 place = base[OPERAND_COUNT + k] + (int64)split * p.split_stride[k] + (int64)tile * p.tile_stride[k];               \
+        if (p.role[k] == COLUMN) store_columns(p, k, sum[k], place, valid);                                                      \
+        if (p.role[k] == ALL) store_all(p, k, sum[k], place);                                                                    \
     }
+    GRADIENTS(FINISH)
 }
 
 #endif

@@ -23,14 +23,12 @@ struct fused_scale_bias_clamp {
                                                     T at_bound, T at_equal_bounds, T at_nan, T& grad_x, T& grad_scale, T& grad_bias)
     {
         T v = multiply_add(x, scale, bias);
-        bool below = min_val.present && v < min_val.value, above = max_val.present && v > max_val.value;
         bool at_min = min_val.present && v == min_val.value, at_max = max_val.present && v == max_val.value;
-        bool unordered = (min_val.present && !(below || at_min || v > min_val.value)) ||
-                         (max_val.present && !(above || at_max || v < max_val.value));
         T weight = 1;
-        if (at_min || at_max) weight = at_min && at_max ? at_equal_bounds : at_bound;
-        if (unordered) weight *= at_nan;
-        if (below || above) weight = 0;
+        if (at_min || at_max) weight = min_val.present && max_val.present && min_val.value == max_val.value ? at_equal_bounds : at_bound;
+        if ((min_val.present && min_val.value != min_val.value) || (max_val.present && max_val.value != max_val.value)) weight *= at_nan;
+        if (v != v && (min_val.present || max_val.present)) weight = at_nan;
+        if ((min_val.present && v < min_val.value) || (max_val.present && v > max_val.value)) weight = 0;
         T g = weight == 0 ? (T)0 : grad_out * weight;  // an infinite grad_out outside the bounds is 0, not NaN
         grad_x = g * scale;
         grad_scale = g * x;

@@ -13,6 +13,7 @@ import importlib
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -44,6 +45,8 @@ class Variant:
     arithmetic: str
     width: int = 1
     items: int = 1
+    forms: tuple[str, ...] = ()  # enum Form for each input
+    duties: tuple[str, ...] = ()  # of enum Duty for each gradient
     index: str = "uint32"
     max_dims: int = SMALL_DIMS
     gradients: int = 3  # sum_partials: how many sums one launch finishes
@@ -54,7 +57,8 @@ class Variant:
 
     def describe(self) -> str:
         """Name it in an error message."""
-        return f"{self.kernel_name} (x {self.x}, parameters {self.parameter}, result {self.result}, width {self.width}, {self.index} index)"
+        layout = f"{self.items} packets of {self.width}, {' '.join((*self.forms, *self.duties))}, {self.index} index"
+        return f"{self.kernel_name} (x {self.x}, parameters {self.parameter}, result {self.result}; {layout})"
 
     def source(self) -> str:
         """Return the whole translation unit; `#line` makes the compiler speak of our files."""
@@ -81,14 +85,15 @@ class Variant:
         forward = self.direction == "forward"
         first, *others = op.inputs
         inputs = [(first, self.x), *((name, self.parameter) for name in others)]
-        operands = [("result" if forward else "grad_out", self.result), *inputs]
+        result = ("result" if forward else "grad_out", self.result, "AN_ARRAY" if self.width > 1 else "EITHER")
+        operands = [result, *((*one, form) for one, form in zip(inputs, self.forms))]
         scalars = [*op.options, *(() if forward else op.backward_numbers)]
         arguments = [f"ELEMENT_OF({name})" for name in op.inputs] + list(op.options)
         defines: dict[str, object] = {
             "OP": op.name,
-            "OPERANDS(F)": " ".join(f"F({k}, {name}, {kind})" for k, (name, kind) in enumerate(operands)),
+            "OPERANDS(F)": _each(operands),
             "OPERAND_COUNT": len(operands),
-            "SCALARS(F)": " ".join(f"F({k}, {name})" for k, name in enumerate(scalars)),
+            "SCALARS(F)": _each([(name,) for name in scalars]),
             "SCALAR_COUNT": len(scalars),
         }
         if forward:
@@ -96,10 +101,15 @@ class Variant:
         arguments = ["ELEMENT_OF(grad_out)", *arguments, *(f"{name}.value" for name in op.backward_numbers)]
         arguments += [f"gradient[{k}]" for k in range(len(inputs))]
         return defines | {
-            "GRADIENTS(F)": " ".join(f"F({k}, grad_{name}, {kind})" for k, (name, kind) in enumerate(inputs)),
+            "GRADIENTS(F)": _each([(f"grad_{name}", kind, duties) for (name, kind), duties in zip(inputs, self.duties)]),
             "GRADIENT_COUNT": len(inputs),
             "ARGUMENTS": ", ".join(arguments),
         }
+
+
+def _each(rows: Sequence[tuple[str, ...]]) -> str:
+    """Spell a list for the preprocessor: F(0, ...) F(1, ...)."""
+    return " ".join(f"F({', '.join((str(k), *row))})" for k, row in enumerate(rows))
 
 
 @functools.cache
@@ -179,7 +189,7 @@ def compile_cubin(variant: Variant, arch: str) -> bytes:
     program = nvrtc.createProgram(variant.source(), f"{variant.kernel_name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, options)
-        return bytes(nvrtc.getCUBIN(program))
+        return bytes(nvrtc.getCUBIN(program)) + b"\0"  # CuPy 14.2 takes the last byte, a zero, for the end of a string
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
         major, minor = nvrtc_version()

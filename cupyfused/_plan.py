@@ -22,9 +22,9 @@ from .errors import OperandError, message
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["Backend", "Described", "Packets", "Storage", "choose_packets", "fill_operand", "fill_scalar", "map_plan", "slot_format", "storage"]
+__all__ = ["Backend", "Described", "Packets", "Storage", "choose_form", "choose_packets", "fill_operand", "fill_scalar", "map_plan", "slot_format", "storage"]
 
-ABSENT, NUMBER, STRIDED, VECTOR = range(4)  # enum Access of cuda_src/common.cuh
+ABSENT, NUMBER, ARRAY, VECTOR = range(4)  # enum Access of cuda_src/common.cuh
 PACKET_BYTES = 16
 MAX_ITEMS = 4  # single elements a thread; each more makes the kernel longer to compile
 # Pairs of x and result with a kernel of their own. Any other pair loads through a run-time switch: a kernel for each would be
@@ -80,11 +80,30 @@ def storage(inputs: Sequence[Described], result: Dtype) -> Storage:
     return Storage("any_dtype", "any_dtype", result)
 
 
-def choose_packets(layout: Layout, stored: Storage) -> Packets:
-    """Take 16 bytes at once where dim 0 is made of whole packets or is all there is, else as many single elements."""
+def choose_packets(layout: Layout, arrays: Sequence[tuple[int, Described]], written: Sequence[int], stored: Storage) -> Packets:
+    """Take 16 bytes at once where every array allows it, else as many single elements.
+
+    Dim 0 must be made of whole packets or be all there is; each of `arrays`, by its place in the layout, must have neighbours
+    there, aligned in every row, or one element for all of them, which those in `written` cannot have.
+    """
     packet = stored.packet
-    whole = layout.extents[0] % packet == 0 or len(layout.extents) == 1
-    return Packets(packet, 1) if whole and stored.x != "any_dtype" else Packets(1, min(packet, MAX_ITEMS))
+    single = Packets(1, min(packet, MAX_ITEMS))
+    if stored.x == "any_dtype" or packet == 1 or (layout.extents[0] % packet and len(layout.extents) > 1):
+        return single
+    for k, one in arrays:
+        assert one.dtype is not None
+        step, *rest = layout.strides[k]
+        neighbours = step == 1 and one.alignment % (packet * one.dtype.size) == 0 and all(stride % packet == 0 for stride in rest)
+        if not neighbours and (step != 0 or k in written):
+            return single
+    return Packets(packet, 1)
+
+
+def choose_form(one: Described, width: int) -> str:
+    """Return what an instance is compiled to find in an input's place (enum Form)."""
+    if width == 1:
+        return "EITHER"
+    return "A_NUMBER" if one.array is None else "AN_ARRAY"
 
 
 def fill_operand(target: Any, one: Described, strides: Ints, width: int) -> None:
@@ -97,14 +116,12 @@ def fill_operand(target: Any, one: Described, strides: Ints, width: int) -> None
     target.step = strides[0]
     for dim, stride in enumerate(strides):
         target.stride[dim] = stride * width if dim == 0 else stride
-    packet_bytes = width * one.dtype.size
-    aligned = one.alignment % packet_bytes == 0 and all(stride % width == 0 for stride in strides[1:])
-    target.access = VECTOR if width > 1 and strides[0] == 1 and aligned else STRIDED
+    target.access = VECTOR if width > 1 and strides[0] == 1 else ARRAY
 
 
 def fill_scalar(target: Any, one: Described) -> None:
     """Write what an option is: a number, a 0-dim array or nothing."""
-    target.access = ABSENT if one.dtype is None else NUMBER if one.array is None else STRIDED
+    target.access = ABSENT if one.dtype is None else NUMBER if one.array is None else ARRAY
     target.dtype = one.dtype.code if one.dtype is not None else 0
 
 
@@ -151,12 +168,16 @@ def map_plan(op: Op, shape: Ints, operands: Sequence[Described], backend: Backen
     tensors = 1 + len(op.inputs)
     strides = [_layout.broadcast_strides(one.array, shape) if one.array else (0,) * len(shape) for one in operands[:tensors]]
     layout = _layout.collapse(shape, strides, [k for k, one in enumerate(operands[:tensors]) if one.array])
-    width, items = choose_packets(layout, stored)
+    arrays = [(k, one) for k, one in enumerate(operands[:tensors]) if one.array]
+    width, items = choose_packets(layout, arrays, [0], stored)
+    forms = tuple(choose_form(one, width) for one in operands[1:tensors])
     extents = (-(-layout.extents[0] // width), *layout.extents[1:])
     packets = math.prod(extents)
     index = "uint32" if packets + BLOCK * items < INDEX_LIMIT else "uint64"
     max_dims = check_dims(op, layout)
-    variant = Variant(op, "forward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, width, items, index, max_dims)
+    variant = Variant(
+        op, "forward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, width, items, forms, (), index, max_dims
+    )
     parameters = map_struct(tensors, len(op.options), max_dims)()
     for k, one in enumerate(operands[:tensors]):
         fill_operand(parameters.operand[k], one, layout.strides[k], width)

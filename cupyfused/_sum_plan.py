@@ -13,7 +13,7 @@ from ._kernel import BLOCK, LARGE_DIMS, Variant
 from ._launch import Launch
 from ._layout import Ints, Layout
 from ._parameters import INDEX_LIMIT, fill_dims, partials_struct, sum_struct
-from ._plan import Backend, Described, Packets, Storage, check_dims, choose_packets, fill_operand, fill_scalar, slot_format
+from ._plan import Backend, Described, Packets, Storage, check_dims, choose_form, choose_packets, fill_operand, fill_scalar, slot_format
 from ._sums import Role, SumLayout, plan_sums
 
 if TYPE_CHECKING:
@@ -82,11 +82,12 @@ def sum_plan(
     strides = [_layout.broadcast_strides(one.array, shape) if one.array else (0,) * len(shape) for one in entries]
     marks = [_summed_dims(one, shape) if one else None for one in gradients]
     first = len(operands)
-    full = [first + k for k, own in enumerate(marks) if own is not None and not any(own)]
+    written = [first + k for k, own in enumerate(marks) if own is not None and not any(own)]
     arrays = [k for k, one in enumerate(operands) if one.array]
-    layout = _layout.collapse(shape, strides, [*full, *arrays[1:], *arrays[:1]], [own for own in marks if own is not None])
+    layout = _layout.collapse(shape, strides, [*written, *arrays[1:], *arrays[:1]], [own for own in marks if own is not None])
     summed = [None if own is None else tuple(own[dim] for dim in layout.dims) or (0,) for own in marks]
-    packets = choose_packets(layout, stored)
+    wide = [(k, one) for k, one in enumerate(entries) if one.array and (k < first or k in written)]
+    packets = choose_packets(layout, wide, written, stored)
     context = _Context(op, operands, scalars, gradients, stored, layout, summed, packets, check_dims(op, layout), backend)
     passes = plan_sums(layout.extents, packets.width, packets.items, summed, backend.multiprocessors)
     planned = tuple(_plan_pass(context, one) for one in passes)
@@ -107,8 +108,11 @@ def _plan_pass(context: _Context, one: SumLayout) -> Pass:
     kernel_extents = tuple(-(-extents[dim] // width) if dim == 0 else extents[dim] for dim in one.order)
     largest = max(one.loop + BLOCK * context.packets.items, one.positions + BLOCK, one.grid)
     index = "uint32" if largest < INDEX_LIMIT else "uint64"
+    forms = tuple(choose_form(operand, width) for operand in operands[1:])
+    duties = tuple(_DUTIES[role] if width > 1 else "7" for role in one.roles)
+    arithmetic = stored.result.arithmetic
     variant = Variant(
-        op, "backward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, *context.packets, index, context.max_dims
+        op, "backward", stored.x, stored.parameter, stored.result.stored, arithmetic, *context.packets, forms, duties, index, context.max_dims
     )
     parameters = sum_struct(len(operands), len(context.scalars), count, context.max_dims)()
     for k, operand in enumerate(operands):
@@ -131,6 +135,10 @@ def _plan_pass(context: _Context, one: SumLayout) -> Pass:
     slots += "".join(slot_format(scalar, stored) for scalar in context.scalars)
     launch = Launch(context.backend.load(variant), (one.blocks, 1), bytes(parameters), slots)
     return Pass(launch, tuple(begins), _plan_finish(context, finish))
+
+
+# What an instance for packets is compiled to do for a role (enum Duty); one for single elements does all of it.
+_DUTIES = {Role.UNWANTED: "STORES", Role.EACH: "STORES", Role.COLUMN: "SUMS", Role.ALL: "SUMS", Role.ROW: "SUMS_ROWS"}
 
 
 def _ordered(strides: Ints, order: Ints) -> Ints:

@@ -49,24 +49,18 @@ class SumLayout:
     def blocks(self) -> int:
         return self.grid * self.tiles * self.splits
 
-    @property
-    def segments(self) -> int:
-        """Partial sums of a ROW gradient for each step: one a warp, or one a row of lanes where rows are shorter than a warp."""
-        return -(-self.positions // min(self.position_lanes, 32))
-
     def partial_extents(self, gradient: int, extents: Ints, inner: int) -> dict[str | int, int]:
         """Return the dims of a gradient's partial sums, outermost first: collapsed dims by number, and "split" and "tile"."""
         role = self.roles[gradient]
         dims: dict[str | int, int] = {dim: extents[dim] for dim in reversed(self.order[self.loop_end :])}
         if role is Role.ROW:
             dims |= {dim: extents[dim] for dim in reversed(self.order[1 : self.loop_end])}
-            dims["tile"] = self.segments
         else:
             dims["split"] = self.splits
-            if role is Role.COLUMN:
-                dims[0] = inner
-            else:
-                dims["tile"] = self.tiles
+        if role is Role.COLUMN:
+            dims[0] = inner
+        else:
+            dims["tile"] = self.tiles
         return dims
 
 
@@ -75,7 +69,13 @@ class SumLayout:
 BLOCKS_PER_MULTIPROCESSOR = 4
 _MAX_ENUMERATED = 8
 _BLOCK_OVERHEAD = 4  # what starting and finishing a block costs, in turns of its loop
-_WORKSPACE_SHARE = 64  # partial sums may take 1/64 of the elements; a gradient that would need more gets a pass of its own
+# A warp along the position reads 512 neighbouring bytes. More lanes would only mean fewer rows to a block, more splits to keep
+# the device busy, and so more partial sums.
+_MAX_LANES = 32
+# Partial sums may take 1/128 of the elements (in float32: at most 1 % of what a call holds anyway), or a megabyte; a gradient
+# that would need more gets a pass of its own.
+_WORKSPACE_SHARE = 128
+_WORKSPACE_FREE = 1 << 18
 
 
 def plan_sums(extents: Ints, width: int, items: int, summed: Sequence[Ints | None], multiprocessors: int) -> list[SumLayout]:
@@ -134,13 +134,15 @@ def _assign(
         return None
     packets = -(-extents[0] // width)
     positions = packets if has_position else 1
-    lanes = min(BLOCK, 1 << (positions - 1).bit_length())
+    lanes = min(_MAX_LANES, 1 << (positions - 1).bit_length())
     tiles = -(-positions // lanes)
     grid_dims = tuple(dim for dim in range(1, len(extents)) if dim not in loop)
     grid = math.prod(extents[dim] for dim in grid_dims)
     steps = math.prod(extents[dim] for dim in loop) * (1 if has_position else packets)
     turn = BLOCK // lanes * items  # loop indices that a block takes in one turn
     wished = -(-multiprocessors * BLOCKS_PER_MULTIPROCESSOR // (grid * tiles))
+    if Role.COLUMN in roles:
+        wished = min(wished, _workspace_limit(extents) // (grid * extents[0]))
     splits = max(1, min(wished, steps // (turn * _BLOCK_OVERHEAD)))
     per_split = -(-steps // splits)
     per_split = -(-per_split // turn) * turn
@@ -159,6 +161,10 @@ def _assign(
     )
 
 
+def _workspace_limit(extents: Ints) -> int:
+    return max(math.prod(extents) // _WORKSPACE_SHARE, _WORKSPACE_FREE)
+
+
 def _role(marks: Ints | None, has_position: bool, loop: Ints) -> Role | None:
     """Return a gradient's role under an assignment, None if the kernel cannot sum it that way."""
     if marks is None:
@@ -175,7 +181,7 @@ def _role(marks: Ints | None, has_position: bool, loop: Ints) -> Role | None:
 
 def _cost(layout: SumLayout, extents: Ints, width: int, items: int, summed: Sequence[Ints | None]) -> float:
     """Estimate the pass, in packets that all threads have a turn for; infinite if the partial sums would not stay small."""
-    elements = math.prod(extents)
+    alone = sum(marks is not None for marks in summed) == 1
     turn = BLOCK // layout.position_lanes * items
     turns = -(-layout.loop_per_split // turn)
     cost = layout.blocks * BLOCK * items * (turns + _BLOCK_OVERHEAD)
@@ -184,10 +190,7 @@ def _cost(layout: SumLayout, extents: Ints, width: int, items: int, summed: Sequ
             continue
         partial = layout.partial_extents(k, extents, extents[0])
         size = math.prod(partial.values())
-        marks = summed[k]
-        assert marks is not None
-        kept = math.prod(extent for extent, mark in zip(extents, marks) if not mark)
-        if size > max(kept, elements // _WORKSPACE_SHARE, 4096):
+        if size > _workspace_limit(extents) and not alone:
             return math.inf
         cost += 4 * size / width
         if role is Role.ROW:  # shuffles in every turn
