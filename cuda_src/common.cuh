@@ -135,13 +135,29 @@ template <typename T> __device__ __forceinline__ T multiply_add(T a, T b, T c) {
 // A number that the caller may leave out.
 template <typename T> struct Optional { T value; bool present; };
 
-// torch.clamp: NaN passes through (fminf and fmaxf would drop it), a NaN bound gives NaN, and max_val wins over min_val.
+// The larger and the smaller of two, NaN if either is: fmaxf and fminf would drop it. One instruction from sm_80 on.
+template <typename T> __device__ __forceinline__ T maximum(T a, T b) { return a != a || a > b ? a : b; }
+template <typename T> __device__ __forceinline__ T minimum(T a, T b) { return a != a || a < b ? a : b; }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ __forceinline__ float maximum(float a, float b)
+{
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+__device__ __forceinline__ float minimum(float a, float b)
+{
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+#endif
+
+// torch.clamp: NaN passes through, a NaN bound gives NaN, and max_val wins over min_val.
 template <typename T> __device__ __forceinline__ T clamp(T value, Optional<T> min_val, Optional<T> max_val)
 {
-    if (min_val.present && value < min_val.value) value = min_val.value;
-    if (max_val.present && value > max_val.value) value = max_val.value;
-    if (min_val.present && min_val.value != min_val.value) value = min_val.value;
-    if (max_val.present && max_val.value != max_val.value) value = max_val.value;
+    if (min_val.present) value = maximum(value, min_val.value);
+    if (max_val.present) value = minimum(value, max_val.value);
     return value;
 }
 
@@ -156,13 +172,18 @@ enum Access : uint8 {
 
 // What an instance of a kernel is compiled to do with an operand and with a gradient. The fewer, the faster and the shorter: an
 // instance for single elements keeps all of it open, one for packets is made for just what its call needs.
-enum Form { AN_ARRAY, A_NUMBER, EITHER };
+enum Form {
+    PACKETS,  // an array; dim 0 may still be broadcast
+    UNIFORM,  // one value for a packet: a number, or an array whose dim 0 is broadcast
+    EITHER,   // packets are single elements: a number or an array
+};
 enum Duty { STORES = 1, SUMS = 2, SUMS_ROWS = 4 };
 
-// One tensor of a call. `stride` is in elements; along dim 0 it leads from packet to packet.
+// One tensor of a call. `stride` is in elements; along dim 0 it leads from packet to packet. STRIDE is int32 wherever that holds
+// them all, even of tensors beyond 2^31 elements: an index times a stride is then one instruction with a 64-bit result.
 struct Operand {
-    int64 stride[MAX_DIMS];
-    int64 step;  // between the elements of a packet: 1 or 0
+    STRIDE stride[MAX_DIMS];
+    int32 step;  // between the elements of a packet: 1 or 0
     uint8 access;
     uint8 dtype;
 };
@@ -195,23 +216,27 @@ template <> struct Word<16> { typedef uint4 type; };
 template <typename T, typename A, int W, Form FORM> struct Packet {
     typedef typename Word<sizeof(T) * W>::type Whole;
     union { Whole whole; T value[W]; };
+    A uniform;
 
     __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand, int valid)
     {
-        if (FORM == A_NUMBER || operand.access < ARRAY) return;
+        if (operand.access < ARRAY) return;
         const T* base = (const T*)address + offset;
-        if (W == 1 || operand.access == ARRAY) value[0] = *base;
+        if (W == 1 || FORM == UNIFORM || operand.access == ARRAY) value[0] = *base;
         else if (valid == W) whole = *(const Whole*)base;
         else
 #pragma unroll
-            for (int e = 0; e < W; ++e)
-                if (e < valid) value[e] = base[e];
+            for (int e = 0; e < W; ++e) value[e] = base[e < valid ? e : 0];
     }
-    __device__ __forceinline__ A get(int e, uint64 bits, const Operand& operand) const
+    // Once all loads are under way: gives each element of the packet its value.
+    __device__ __forceinline__ void settle(uint64 bits, const Operand& operand)
     {
-        if (FORM == A_NUMBER || (FORM == EITHER && operand.access < ARRAY)) return number_as((A*)0, bits);
-        return Convert<T>::template load<A>(operand.access == VECTOR ? value[e] : value[0]);
+        if (FORM != PACKETS) uniform = operand.access < ARRAY ? number_as((A*)0, bits) : Convert<T>::template load<A>(value[0]);
+        else if (W > 1 && operand.access == ARRAY)
+#pragma unroll
+            for (int e = 1; e < W; ++e) value[e] = value[0];
     }
+    __device__ __forceinline__ A get(int e) const { return FORM == PACKETS ? Convert<T>::template load<A>(value[e]) : uniform; }
     __device__ __forceinline__ void set(int e, A result) { value[e] = Convert<T>::store(result); }
     __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand&, int valid) const
     {
@@ -231,10 +256,11 @@ template <typename A> struct Packet<any_dtype, A, 1, EITHER> {
     {
         if (operand.access >= ARRAY) value = load_any<A>((const void*)address, offset, operand.dtype);
     }
-    __device__ __forceinline__ A get(int, uint64 bits, const Operand& operand) const
+    __device__ __forceinline__ void settle(uint64 bits, const Operand& operand)
     {
-        return operand.access >= ARRAY ? value : number_as((A*)0, bits);
+        if (operand.access < ARRAY) value = number_as((A*)0, bits);
     }
+    __device__ __forceinline__ A get(int) const { return value; }
     __device__ __forceinline__ void set(int, A result) { value = result; }
     __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand& operand, int) const
     {
@@ -262,26 +288,43 @@ template <int COUNT, typename I>
 __device__ __forceinline__ I add_offsets(const Dims& dims, int begin, int end, I index, const Operand* operand, int64* offset)
 {
     I first = index;
-#pragma unroll 1  // the compiler would unroll by four, for code four times as long and no time saved: most calls have one or two dims
+#pragma unroll 1  // else the compiler unrolls by four
     for (int dim = begin; dim < end; ++dim) {
-        I rest = 0, place = index;
-        if (dim + 1 < end) {
-            rest = dims.divide(index, dim);
-            place = index - rest * (I)dims.extent[dim];
-        }
+        I rest = dim + 1 < end ? dims.divide(index, dim) : 0;
+        I place = index - rest * (I)dims.extent[dim];
 #pragma unroll
-        for (int k = 0; k < COUNT; ++k) offset[k] += (int64)place * operand[k].stride[dim];
+        for (int k = 0; k < COUNT; ++k) offset[k] += (int64)(STRIDE)place * operand[k].stride[dim];
         if (dim == begin) first = place;
         index = rest;
     }
     return first;
 }
 
-// How many of the packet's elements exist: the last packet along dim 0 may be cut short.
-template <typename I> __device__ __forceinline__ int valid_elements(I packet, uint64 extent, int width)
+// The same for NDIM dims, without the loop, which costs as much as what is in it.
+template <int COUNT, int NDIM, typename I>
+__device__ __forceinline__ I add_offsets_of(const Dims& dims, int begin, I index, const Operand* operand, int64* offset)
 {
-    uint64 left = extent - (uint64)packet * width;
-    return left < (uint64)width ? (int)left : width;
+    I first = index;
+#pragma unroll
+    for (int d = 0; d < NDIM; ++d) {
+        I rest = d + 1 < NDIM ? dims.divide(index, begin + d) : 0;
+        I place = index - rest * (I)dims.extent[begin + d];
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) offset[k] += (int64)(STRIDE)place * operand[k].stride[begin + d];
+        if (d == 0) first = place;
+        index = rest;
+    }
+    return first;
+}
+
+// The same where it is done for each packet; most calls have one to three dims.
+template <int COUNT, typename I>
+__device__ __forceinline__ I add_packet_offsets(const Dims& dims, int begin, int end, I index, const Operand* operand, int64* offset)
+{
+    if (WIDTH > 1 && end - begin == 1) return add_offsets_of<COUNT, 1>(dims, begin, index, operand, offset);
+    if (WIDTH > 1 && end - begin == 2) return add_offsets_of<COUNT, 2>(dims, begin, index, operand, offset);
+    if (WIDTH > 1 && end - begin == 3) return add_offsets_of<COUNT, 3>(dims, begin, index, operand, offset);
+    return add_offsets<COUNT>(dims, begin, end, index, operand, offset);
 }
 
 // ---- sums ---------------------------------------------------------------------------------------------------------------

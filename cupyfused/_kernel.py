@@ -47,7 +47,7 @@ class Variant:
     items: int = 1
     forms: tuple[str, ...] = ()  # enum Form for each input
     duties: tuple[str, ...] = ()  # of enum Duty for each gradient
-    index: str = "uint32"
+    wide: bool = False  # whether indices and strides need 64 bits
     max_dims: int = SMALL_DIMS
     gradients: int = 3  # sum_partials: how many sums one launch finishes
 
@@ -57,7 +57,7 @@ class Variant:
 
     def describe(self) -> str:
         """Name it in an error message."""
-        layout = f"{self.items} packets of {self.width}, {' '.join((*self.forms, *self.duties))}, {self.index} index"
+        layout = f"{self.items} packets of {self.width}, {' '.join((*self.forms, *self.duties))}, {64 if self.wide else 32}-bit index"
         return f"{self.kernel_name} (x {self.x}, parameters {self.parameter}, result {self.result}; {layout})"
 
     def source(self) -> str:
@@ -67,7 +67,8 @@ class Variant:
             "KERNEL": self.kernel_name,
             "BLOCK": BLOCK,
             "MAX_DIMS": self.max_dims,
-            "INDEX": self.index,
+            "INDEX": "uint64" if self.wide else "uint32",
+            "STRIDE": "int64" if self.wide else "int32",
             "WIDTH": self.width,
             "ITEMS": self.items,
             "GRADIENT_COUNT": self.gradients,
@@ -85,7 +86,7 @@ class Variant:
         forward = self.direction == "forward"
         first, *others = op.inputs
         inputs = [(first, self.x), *((name, self.parameter) for name in others)]
-        result = ("result" if forward else "grad_out", self.result, "AN_ARRAY" if self.width > 1 else "EITHER")
+        result = ("result" if forward else "grad_out", self.result, "PACKETS" if self.width > 1 else "EITHER")
         operands = [result, *((*one, form) for one, form in zip(inputs, self.forms))]
         scalars = [*op.options, *(() if forward else op.backward_numbers)]
         arguments = [f"ELEMENT_OF({name})" for name in op.inputs] + list(op.options)

@@ -19,8 +19,9 @@ def _struct(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
 
 
 @functools.cache
-def _operand_struct(max_dims: int) -> Any:
-    return _struct("Operand", [("stride", ctypes.c_int64 * max_dims), ("step", ctypes.c_int64), ("access", ctypes.c_uint8), ("dtype", ctypes.c_uint8)])
+def _operand_struct(max_dims: int, wide: bool) -> Any:
+    stride = ctypes.c_int64 if wide else ctypes.c_int32
+    return _struct("Operand", [("stride", stride * max_dims), ("step", ctypes.c_int32), ("access", ctypes.c_uint8), ("dtype", ctypes.c_uint8)])
 
 
 @functools.cache
@@ -32,47 +33,48 @@ _Scalar = _struct("Scalar", [("access", ctypes.c_uint8), ("dtype", ctypes.c_uint
 
 
 @functools.cache
-def map_struct(operands: int, scalars: int, max_dims: int) -> Any:
+def map_struct(operands: int, scalars: int, max_dims: int, wide: bool) -> Any:
     u64 = ctypes.c_uint64
     return _struct(
         "MapParameters",
         [
             ("address", u64 * operands),
             ("scalar_address", u64 * (scalars + 1)),
-            ("operand", _operand_struct(max_dims) * operands),
+            ("operand", _operand_struct(max_dims, wide) * operands),
             ("scalar", _Scalar * (scalars + 1)),
             ("dims", _dims_struct(max_dims)),
             ("packets", u64),
-            ("inner", u64),
+            ("last", u64),
+            ("tail", ctypes.c_int32),
             ("ndim", ctypes.c_int32),
         ],
     )
 
 
 @functools.cache
-def sum_struct(operands: int, scalars: int, gradients: int, max_dims: int) -> Any:
+def sum_struct(operands: int, scalars: int, gradients: int, max_dims: int, wide: bool) -> Any:
     u64, i64, u32, i32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int32
     return _struct(
         "SumParameters",
         [
             ("address", u64 * (operands + gradients)),
             ("scalar_address", u64 * (scalars + 1)),
-            ("operand", _operand_struct(max_dims) * (operands + gradients)),
+            ("operand", _operand_struct(max_dims, wide) * (operands + gradients)),
             ("scalar", _Scalar * (scalars + 1)),
             ("dims", _dims_struct(max_dims)),
             ("split_stride", i64 * gradients),
             ("tile_stride", i64 * gradients),
-            *((name, u64) for name in ("loop", "loop_per_split", "positions", "inner")),
+            *((name, u64) for name in ("loop", "loop_per_split", "positions", "last")),
             *((name, u32) for name in ("splits", "tiles")),
-            *((name, i32) for name in ("position_lanes", "loop_begin", "loop_end", "ndim")),
+            *((name, i32) for name in ("tail", "position_lanes", "loop_begin", "loop_end", "ndim")),
             ("role", ctypes.c_uint8 * gradients),
         ],
     )
 
 
 @functools.cache
-def partials_struct(gradients: int, max_dims: int) -> Any:
-    operand, dims = _operand_struct(max_dims), _dims_struct(max_dims)
+def partials_struct(gradients: int, max_dims: int, wide: bool) -> Any:
+    operand, dims = _operand_struct(max_dims, wide), _dims_struct(max_dims)
     one = _struct(
         "Partials",
         [

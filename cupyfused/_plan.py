@@ -22,7 +22,7 @@ from .errors import OperandError, message
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["Backend", "Described", "Packets", "Storage", "choose_form", "choose_packets", "fill_operand", "fill_scalar", "map_plan", "slot_format", "storage"]
+__all__ = ["Backend", "Described", "Packets", "Storage", "choose_forms", "choose_packets", "fill_operand", "fill_scalar", "fill_tail", "is_wide", "map_plan", "slot_format", "storage"]
 
 ABSENT, NUMBER, ARRAY, VECTOR = range(4)  # enum Access of cuda_src/common.cuh
 PACKET_BYTES = 16
@@ -99,11 +99,17 @@ def choose_packets(layout: Layout, arrays: Sequence[tuple[int, Described]], writ
     return Packets(packet, 1)
 
 
-def choose_form(one: Described, width: int) -> str:
-    """Return what an instance is compiled to find in an input's place (enum Form)."""
+def choose_form(one: Described, strides: Ints, width: int) -> str:
+    """Return what an instance is compiled to find in a parameter's place (enum Form)."""
     if width == 1:
         return "EITHER"
-    return "A_NUMBER" if one.array is None else "AN_ARRAY"
+    return "UNIFORM" if one.array is None or strides[0] == 0 else "PACKETS"
+
+
+def choose_forms(inputs: Sequence[Described], strides: Sequence[Ints], width: int) -> tuple[str, ...]:
+    """Return the forms of a call's inputs; of the first, which is full size nearly always, there is one instance only."""
+    first = "PACKETS" if width > 1 and inputs[0].array else choose_form(inputs[0], strides[0], width)
+    return (first, *(choose_form(one, own, width) for one, own in zip(inputs[1:], strides[1:])))
 
 
 def fill_operand(target: Any, one: Described, strides: Ints, width: int) -> None:
@@ -117,6 +123,18 @@ def fill_operand(target: Any, one: Described, strides: Ints, width: int) -> None
     for dim, stride in enumerate(strides):
         target.stride[dim] = stride * width if dim == 0 else stride
     target.access = VECTOR if width > 1 and strides[0] == 1 else ARRAY
+
+
+def fill_tail(parameters: Any, inner: int, width: int) -> None:
+    """Write how many elements the last packet along dim 0 has."""
+    parameters.last = (inner - 1) // width
+    parameters.tail = inner - parameters.last * width
+
+
+def is_wide(counts: Sequence[int], strides: Sequence[Ints], width: int) -> bool:
+    """Whether an index, or a stride between packets, needs 64 bits."""
+    largest = max((abs(stride) for own in strides for stride in own), default=0)
+    return max(*counts, largest * width) >= INDEX_LIMIT
 
 
 def fill_scalar(target: Any, one: Described) -> None:
@@ -170,20 +188,21 @@ def map_plan(op: Op, shape: Ints, operands: Sequence[Described], backend: Backen
     layout = _layout.collapse(shape, strides, [k for k, one in enumerate(operands[:tensors]) if one.array])
     arrays = [(k, one) for k, one in enumerate(operands[:tensors]) if one.array]
     width, items = choose_packets(layout, arrays, [0], stored)
-    forms = tuple(choose_form(one, width) for one in operands[1:tensors])
+    forms = choose_forms(operands[1:tensors], layout.strides[1:tensors], width)
     extents = (-(-layout.extents[0] // width), *layout.extents[1:])
     packets = math.prod(extents)
-    index = "uint32" if packets + BLOCK * items < INDEX_LIMIT else "uint64"
+    wide = is_wide([packets + BLOCK * items], layout.strides, width)
     max_dims = check_dims(op, layout)
     variant = Variant(
-        op, "forward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, width, items, forms, (), index, max_dims
+        op, "forward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, width, items, forms, (), wide, max_dims
     )
-    parameters = map_struct(tensors, len(op.options), max_dims)()
+    parameters = map_struct(tensors, len(op.options), max_dims, wide)()
     for k, one in enumerate(operands[:tensors]):
         fill_operand(parameters.operand[k], one, layout.strides[k], width)
     for k, one in enumerate(operands[tensors:]):
         fill_scalar(parameters.scalar[k], one)
     fill_dims(parameters.dims, extents)
-    parameters.packets, parameters.inner, parameters.ndim = packets, layout.extents[0], len(extents)
+    parameters.packets, parameters.ndim = packets, len(extents)
+    fill_tail(parameters, layout.extents[0], width)
     slots = "".join(slot_format(one, stored, exact=k >= tensors) for k, one in enumerate(operands))
     return Launch(backend.load(variant), (-(-packets // (BLOCK * items)), 1), bytes(parameters), slots)

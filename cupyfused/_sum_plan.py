@@ -13,7 +13,7 @@ from ._kernel import BLOCK, LARGE_DIMS, Variant
 from ._launch import Launch
 from ._layout import Ints, Layout
 from ._parameters import INDEX_LIMIT, fill_dims, partials_struct, sum_struct
-from ._plan import Backend, Described, Packets, Storage, check_dims, choose_form, choose_packets, fill_operand, fill_scalar, slot_format
+from ._plan import Backend, Described, Packets, Storage, check_dims, choose_forms, choose_packets, fill_operand, fill_scalar, fill_tail, is_wide, slot_format
 from ._sums import Role, SumLayout, plan_sums
 
 if TYPE_CHECKING:
@@ -106,15 +106,15 @@ def _plan_pass(context: _Context, one: SumLayout) -> Pass:
     operands, count = context.operands, len(context.gradients)
     stored, extents = context.stored, context.layout.extents
     kernel_extents = tuple(-(-extents[dim] // width) if dim == 0 else extents[dim] for dim in one.order)
-    largest = max(one.loop + BLOCK * context.packets.items, one.positions + BLOCK, one.grid)
-    index = "uint32" if largest < INDEX_LIMIT else "uint64"
-    forms = tuple(choose_form(operand, width) for operand in operands[1:])
+    counts = [one.loop + BLOCK * context.packets.items, one.positions + BLOCK, one.grid, _largest_workspace(context, one)]
+    wide = is_wide(counts, context.layout.strides, width)
+    forms = choose_forms(operands[1:], context.layout.strides[1:], width)
     duties = tuple(_DUTIES[role] if width > 1 else "7" for role in one.roles)
     arithmetic = stored.result.arithmetic
     variant = Variant(
-        op, "backward", stored.x, stored.parameter, stored.result.stored, arithmetic, *context.packets, forms, duties, index, context.max_dims
+        op, "backward", stored.x, stored.parameter, stored.result.stored, arithmetic, *context.packets, forms, duties, wide, context.max_dims
     )
-    parameters = sum_struct(len(operands), len(context.scalars), count, context.max_dims)()
+    parameters = sum_struct(len(operands), len(context.scalars), count, context.max_dims, wide)()
     for k, operand in enumerate(operands):
         fill_operand(parameters.operand[k], operand, _ordered(context.layout.strides[k], one.order), width)
     for k, scalar in enumerate(context.scalars):
@@ -128,13 +128,21 @@ def _plan_pass(context: _Context, one: SumLayout) -> Pass:
     fill_dims(parameters.dims, kernel_extents)
     for name in ("loop", "loop_per_split", "positions", "splits", "tiles", "position_lanes", "loop_end"):
         setattr(parameters, name, getattr(one, name))
-    parameters.inner, parameters.loop_begin, parameters.ndim = extents[0], int(one.has_position), len(extents)
+    parameters.loop_begin, parameters.ndim = int(one.has_position), len(extents)
+    fill_tail(parameters, extents[0], width)
     for k, role in enumerate(one.roles):
         parameters.role[k] = role
     slots = "".join(slot_format(operand, stored) for operand in operands) + "Q" * count
     slots += "".join(slot_format(scalar, stored) for scalar in context.scalars)
     launch = Launch(context.backend.load(variant), (one.blocks, 1), bytes(parameters), slots)
     return Pass(launch, tuple(begins), _plan_finish(context, finish))
+
+
+def _largest_workspace(context: _Context, one: SumLayout) -> int:
+    """Return the elements of the largest workspace of the pass, which its strides stay below."""
+    extents = context.layout.extents
+    sizes = [math.prod(one.partial_extents(k, extents, extents[0]).values()) for k, role in enumerate(one.roles) if role > Role.EACH]
+    return max(sizes, default=0) * context.packets.width
 
 
 # What an instance for packets is compiled to do for a role (enum Duty); one for single elements does all of it.
@@ -199,8 +207,9 @@ def _plan_finish(context: _Context, partials: list[tuple[int, _Partial]]) -> tup
 
 
 def _finish_launch(context: _Context, group: list[tuple[int, _Partial]], at_once: int) -> Launch:
-    parameters = partials_struct(at_once, context.max_dims)()
-    blocks, largest = 1, 0
+    wide = context.workspace >= INDEX_LIMIT
+    parameters = partials_struct(at_once, context.max_dims, wide)()
+    blocks = 1
     for place, (k, partial) in enumerate(group):
         gradient, target = context.gradients[k], parameters.gradient[place]
         assert gradient is not None and gradient.dtype is not None
@@ -216,9 +225,7 @@ def _finish_launch(context: _Context, group: list[tuple[int, _Partial]], at_once
             target.reduced_operand.stride[dim] = in_workspace
         target.kept_operand[1].dtype = gradient.dtype.code
         blocks = max(blocks, -(-target.kept // target.columns))
-        largest = max(largest, target.kept + BLOCK, target.reduced + BLOCK)
-    index = "uint32" if largest < INDEX_LIMIT else "uint64"
     arithmetic = context.stored.result.arithmetic
-    variant = Variant(None, "sum_partials", "", "", "", arithmetic, index=index, max_dims=context.max_dims, gradients=at_once)
+    variant = Variant(None, "sum_partials", "", "", "", arithmetic, wide=wide, max_dims=context.max_dims, gradients=at_once)
     slots = "QQ" * len(group)
     return Launch(context.backend.load(variant), (blocks, len(group)), bytes(parameters), slots)
