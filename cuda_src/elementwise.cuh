@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant
         if (packet >= p.packets) continue;
         for (int k = 0; k < OPERAND_COUNT; ++k) offset[i][k] = 0;
         INDEX place = add_packet_offsets<OPERAND_COUNT>(p.dims, 0, p.ndim, packet, p.operand, offset[i]);
-        valid[i] = place == p.last ? p.tail : WIDTH;
+        valid[i] = place == (INDEX)p.last ? p.tail : WIDTH;
 #define LOAD(k, name, T, form) if (k > 0) name[i].load(p.address[k], offset[i][k], p.operand[k], valid[i]);
         OPERANDS(LOAD)
     }
@@ -110,7 +110,7 @@ struct SumParameters {
 template <typename I> __device__ __forceinline__ void block_offsets(const SumParameters& p, I position, int64 (&base)[OPERAND_COUNT + GRADIENT_COUNT])
 {
 #pragma unroll
-    for (int k = 0; k < OPERAND_COUNT + GRADIENT_COUNT; ++k) base[k] = p.loop_begin ? (int64)(STRIDE)position * p.operand[k].stride[0] : 0;
+    for (int k = 0; k < OPERAND_COUNT + GRADIENT_COUNT; ++k) base[k] = p.loop_begin ? advance(0, position, p.operand[k].stride[0]) : 0;
     add_offsets<OPERAND_COUNT + GRADIENT_COUNT>(p.dims, p.loop_end, p.ndim, (I)(blockIdx.x / p.splits / p.tiles), p.operand, base);
 }
 
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant
 #pragma unroll
             for (int k = 0; k < ENTRIES; ++k) offset[i][k] = base[k];
             INDEX place = add_packet_offsets<ENTRIES>(p.dims, p.loop_begin, p.loop_end, step, p.operand, offset[i]);
-            valid[i] = (p.loop_begin ? position : place) == p.last ? p.tail : WIDTH;
+            valid[i] = (p.loop_begin ? position : place) == (INDEX)p.last ? p.tail : WIDTH;
 #define LOAD(k, name, T, form) name[i].load(p.address[k], offset[i][k], p.operand[k], valid[i]);
             OPERANDS(LOAD)
         }

@@ -11,8 +11,8 @@
 // What the gradient is worth where v touches a bound differs between PyTorch releases and between bounds given as numbers and
 // as tensors; `at_bound`, `at_equal_bounds` and `at_nan` are what the installed one does (cupyfused/ops/fused_scale_bias_clamp.py).
 
-// The neighbour of a bound on its inner side: strictly above `value`, or strictly below with direction -1, is from there on.
-// NaN, which nothing passes, beyond infinity.
+// The next number after a bound, up or down with direction -1: from there on a number is strictly inside. Beyond infinity NaN,
+// which nothing passes.
 __device__ __forceinline__ float inner_neighbour(float value, int direction)
 {
     if (value == 0) return bit_cast<float>(direction > 0 ? 0x00000001u : 0x80000001u);
@@ -33,37 +33,31 @@ struct fused_scale_bias_clamp {
         return clamp(multiply_add(x, scale, bias), min_val, max_val);
     }
 
-    // What the gradient is worth at v, for any rule.
-    template <typename T>
-    static __device__ __forceinline__ T weight(T v, Optional<T> min_val, Optional<T> max_val, T at_bound, T at_equal_bounds, T at_nan)
-    {
-        bool at_min = min_val.present && v == min_val.value, at_max = max_val.present && v == max_val.value;
-        bool nan_bound = (min_val.present && min_val.value != min_val.value) || (max_val.present && max_val.value != max_val.value);
-        T result = 1;
-        if (at_min || at_max) result = at_min && at_max ? at_equal_bounds : at_bound;
-        if (v != v || nan_bound) result = at_nan;
-        if ((min_val.present && v < min_val.value) || (max_val.present && v > max_val.value)) result = 0;
-        return result;
-    }
-
     template <typename T>
     static __device__ __forceinline__ void backward(T grad_out, T x, T scale, T bias, Optional<T> min_val, Optional<T> max_val,
                                                     T at_bound, T at_equal_bounds, T at_nan, T& grad_x, T& grad_scale, T& grad_bias)
     {
-        T v = multiply_add(x, scale, bias), g;
-        if (at_nan == 0 && at_bound == at_equal_bounds && (at_bound == 0 || at_bound == 1)) {
-            // All or nothing, as for number bounds in every PyTorch so far: two comparisons, against the bounds or, where they
-            // themselves give nothing, their inner neighbours. A bound that is absent stops nothing but NaN.
-            T low = min_val.value, high = max_val.value;
-            if (at_bound == 0) { low = inner_neighbour(low, 1); high = inner_neighbour(high, -1); }
-            bool passes = (v >= low || !min_val.present) && (v <= high || !max_val.present) && v == v;
-            g = passes ? grad_out : (T)0;
-        } else {
-            T w = weight(v, min_val, max_val, at_bound, at_equal_bounds, at_nan);
-            g = w == 0 ? (T)0 : grad_out * w;  // an infinite grad_out outside the bounds is 0, not NaN
-        }
+        T v = multiply_add(x, scale, bias), g = gate(v, grad_out, min_val, max_val, at_bound, at_equal_bounds, at_nan);
         grad_x = g * scale;
         grad_scale = g * x;
         grad_bias = g;
+    }
+
+    // grad_out times what clamp lets through at v. What depends on the bounds alone is the same for a thread's elements, so the
+    // compiler takes it out of their loop; what is left has no branch, so that the elements overlap.
+    template <typename T>
+    static __device__ __forceinline__ T gate(T v, T grad_out, Optional<T> min_val, Optional<T> max_val, T at_bound, T at_equal_bounds, T at_nan)
+    {
+        bool nan_passes = at_nan != 0 || !(min_val.present || max_val.present);
+        bool has_min = min_val.present && !(nan_passes && min_val.value != min_val.value);
+        bool has_max = max_val.present && !(nan_passes && max_val.value != max_val.value);
+        T low = has_min ? min_val.value : -infinity((T*)0), high = has_max ? max_val.value : infinity((T*)0);
+        T at_touch = has_min && has_max && low == high ? at_equal_bounds : at_bound;
+        T first = has_min && at_touch != 1 ? inner_neighbour(low, 1) : low, last = has_max && at_touch != 1 ? inner_neighbour(high, -1) : high;
+
+        bool inside = ((v >= first) & (v <= last)) | (nan_passes & (v != v));
+        bool touches = (v >= low) & (v <= high) & (at_touch != 0);
+        // Selected, not multiplied by 0: an infinite grad_out outside the bounds gives 0.
+        return inside ? grad_out : touches ? grad_out * at_touch : (T)0;
     }
 };

@@ -14,18 +14,20 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+
+import numpy
 
 __all__ = ["Diagnosis", "Driver", "Facts", "Gpu", "Library", "diagnose", "gather", "show_config"]
 
 KERNEL, REFERENCE, ERROR, ABSENT = "CUDA kernel", "reference expression", "CudaError", "no such arrays"
-NOT_INSTALLED = "not installed"
+TORCH_ON_CUDA, NOT_INSTALLED = "torch.Tensor on CUDA", "not installed"
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
 Version = tuple[int, int]
-T = TypeVar("T")
 
 
 class Library(NamedTuple):
-    """PyTorch or CuPy: its version (None: it cannot be imported, and `problem` says why) and the CUDA it was built for."""
+    """PyTorch, CuPy or NVRTC: its version (None: it cannot be loaded, and `problem` says why) and its CUDA."""
 
     version: str | None = None
     cuda: Version | None = None
@@ -52,14 +54,11 @@ class Driver(NamedTuple):
 class Facts(NamedTuple):
     """What this machine and this Python have."""
 
-    python: str
-    cupyfused: str
-    numpy: str
+    versions: tuple[tuple[str, str], ...]
     torch: Library
     cupy: Library
     cupy_distributions: tuple[str, ...]
-    nvrtc: Version | None
-    nvrtc_problem: str
+    nvrtc: Library
     driver: Driver
     cache: str
     cache_is_writable: bool
@@ -89,9 +88,6 @@ class Diagnosis(NamedTuple):
     kernels_run: bool
 
 
-# ---- asking -------------------------------------------------------------------------------------------------------------
-
-
 def gather() -> Facts:
     """Ask this machine and this Python what they have; no CUDA context is made, and nothing raises."""
     from . import __version__, _cache, _kernel
@@ -100,30 +96,28 @@ def gather() -> Facts:
         warnings.simplefilter("ignore")  # of libraries that are imported only to be asked for their versions
         torch = _ask("torch", lambda: importlib.import_module("torch"), lambda torch: _parsed(torch.version.cuda))
         cupy = _ask("cupy", _kernel.import_cupy, lambda cupy: _split(cupy.cuda.runtime.runtimeGetVersion()))
-        nvrtc, nvrtc_problem = _attempt(_kernel.nvrtc_version) if cupy.version else (None, "reached through CuPy, which is missing")
+        nvrtc, problem = _attempt(_kernel.nvrtc_version) if cupy.version else (None, "comes with CuPy")
+    python = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     folder, folder_problem = _attempt(_cache.folder)
     return Facts(
-        python=f"{platform.python_version()}, {platform.system()} {platform.machine()}",
-        cupyfused=__version__,
-        numpy=importlib.import_module("numpy").__version__,
+        versions=(("Python", python), ("cupyfused", __version__), ("NumPy", numpy.__version__)),
         torch=torch,
         cupy=cupy,
         cupy_distributions=_attempt(_cupy_distributions)[0] or (),
-        nvrtc=nvrtc,
-        nvrtc_problem=nvrtc_problem,
+        nvrtc=Library(_dotted(nvrtc), nvrtc) if nvrtc else Library(problem=problem),
         driver=_ask_driver(_kernel.architecture if nvrtc else None),
         cache=folder_problem or str(folder),
         cache_is_writable=bool(_attempt(_cache.is_writable)[0]),
     )
 
 
-def _attempt(function: Callable[[], T]) -> tuple[T | None, str]:
+def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
     """Return a result and "", or None and the words of the error."""
     try:
         return function(), ""
     except Exception as error:  # noqa: BLE001 - a broken library raises anything
         cause = error.__cause__ or error  # what cupyfused's own errors advise beyond it is said elsewhere here
-        return None, f"{type(cause).__name__}: {cause}"
+        return None, " ".join(f"{type(cause).__name__}: {cause}".split())
 
 
 def _ask(name: str, load: Callable[[], Any], cuda: Callable[[Any], Version | None]) -> Library:
@@ -140,6 +134,10 @@ def _parsed(version: str | None) -> Version | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
+def _dotted(version: Version | None) -> str:
+    return "none" if version is None else f"{version[0]}.{version[1]}"
+
+
 def _split(number: int) -> Version:
     """Read CUDA's way of writing 13.2 as 13020."""
     return number // 1000, number % 1000 // 10
@@ -150,16 +148,9 @@ def _cupy_distributions() -> tuple[str, ...]:
     return tuple(sorted(name for name in names if re.fullmatch(r"cupy(-cuda\d+x?|-rocm.*)?", name)))
 
 
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
-
-
-def _load_driver() -> Any:
-    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-
-
 def _ask_driver(architecture: Callable[[int], str] | None) -> Driver:
     """Ask the driver itself: that needs neither PyTorch nor CuPy, and makes no context."""
-    cuda, _ = _attempt(_load_driver)
+    cuda, _ = _attempt(lambda: ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"))
     if cuda is None:
         return Driver(problem="there is no NVIDIA driver")
     number, text = ctypes.c_int(), ctypes.c_char_p()
@@ -184,9 +175,6 @@ def _ask_gpu(cuda: Any, index: int, architecture: Callable[[int], str] | None) -
     return Gpu(name.value.decode(errors="replace"), capability, compiled, problem)
 
 
-# ---- judging ------------------------------------------------------------------------------------------------------------
-
-
 def diagnose(facts: Facts) -> Diagnosis:
     """Say which path each kind of array takes, and what mends what is missing, in the order in which to mend it."""
     remedies = (*_driver_remedies(facts), *_cupy_remedies(facts), *_torch_remedies(facts))
@@ -202,7 +190,7 @@ def _routes(facts: Facts, remedies: tuple[Remedy, ...]) -> Iterator[Route]:
     no_cuda = "" if torch.cuda else f"PyTorch {torch.version} is built without CUDA"
     no_cupy = "" if cupy.version else f"CuPy: {cupy.problem}"
     no_gpu = "" if facts.driver.gpus else facts.driver.problem
-    on_cuda = ("torch.Tensor on CUDA", "torch", no_torch or no_cuda or no_gpu), ("cupy.ndarray", "cupy", no_cupy or no_gpu)
+    on_cuda = (TORCH_ON_CUDA, "torch", no_torch or no_cuda or no_gpu), ("cupy.ndarray", "cupy", no_cupy or no_gpu)
     yield Route("torch.Tensor on CPU", *((ABSENT, no_torch) if no_torch else (REFERENCE, f"PyTorch's {composed}")))
     for arrays, library, absent in on_cuda:
         obstacles = [remedy.problem for remedy in remedies if library in remedy.blocks]
@@ -210,14 +198,14 @@ def _routes(facts: Facts, remedies: tuple[Remedy, ...]) -> Iterator[Route]:
             yield Route(arrays, *((ABSENT, absent) if absent else (ERROR, obstacles[0])))
         else:
             architectures = ", ".join(sorted({str(gpu.architecture) for gpu in facts.driver.gpus}))
-            yield Route(arrays, KERNEL, f"compiled by NVRTC {_dotted(facts.nvrtc)} for {architectures}")
+            yield Route(arrays, KERNEL, f"compiled by NVRTC {facts.nvrtc.version} for {architectures}")
     yield Route("numpy.ndarray", REFERENCE, f"NumPy's {composed}")
 
 
 def _driver_remedies(facts: Facts) -> Iterator[Remedy]:
     driver = facts.driver
     if driver.cuda is None:
-        yield Remedy(driver.problem, "install an NVIDIA driver: https://www.nvidia.com/drivers (in a container: `docker run --gpus all`)")
+        yield Remedy(driver.problem, "install an NVIDIA driver: https://www.nvidia.com/drivers (containers: docker run --gpus all)")
     elif not driver.gpus:
         yield Remedy(driver.problem, "unset CUDA_VISIBLE_DEVICES, and see what nvidia-smi says")
     for gpu in driver.gpus:
@@ -242,8 +230,8 @@ def _cupy_remedies(facts: Facts) -> Iterator[Remedy]:
     elif cupy.cuda and torch.cuda and cupy.cuda[0] != torch.cuda[0]:
         problem = f"PyTorch {torch.version} is built for CUDA {torch.cuda[0]}, CuPy {cupy.version} for CUDA {cupy.cuda[0]}"
         yield Remedy(problem, replace, blocks=())
-    if cupy.version is not None and facts.nvrtc is None:
-        yield Remedy(f"NVRTC: {facts.nvrtc_problem}", install)
+    if cupy.version is not None and facts.nvrtc.version is None:
+        yield Remedy(f"NVRTC: {facts.nvrtc.problem}", install)
 
 
 def _torch_remedies(facts: Facts) -> Iterator[Remedy]:
@@ -266,25 +254,16 @@ def _torch_remedies(facts: Facts) -> Iterator[Remedy]:
         yield Remedy(problem, f"install a newer NVIDIA driver, or: {replace}", blocks=("torch",))
 
 
-# ---- printing -----------------------------------------------------------------------------------------------------------
-
-
-def _dotted(version: Version | None) -> str:
-    return "none" if version is None else f"{version[0]}.{version[1]}"
-
-
 def _rows(facts: Facts) -> list[tuple[str, str]]:
     driver, wheels = facts.driver, f" ({', '.join(facts.cupy_distributions)})" if facts.cupy_distributions else ""
     gpus = [f"{gpu.name}, compute capability {gpu.capability / 10}, {gpu.architecture or 'no kernels'}" for gpu in driver.gpus]
     return [
-        ("Python", facts.python),
-        ("cupyfused", facts.cupyfused),
-        ("NumPy", facts.numpy),
+        *facts.versions,
         ("PyTorch", facts.torch.version or facts.torch.problem),
         ("PyTorch's CUDA", _dotted(facts.torch.cuda)),
         ("CuPy", (facts.cupy.version or facts.cupy.problem) + wheels),
         ("CuPy's CUDA", _dotted(facts.cupy.cuda)),
-        ("NVRTC", _dotted(facts.nvrtc) if facts.nvrtc else facts.nvrtc_problem),
+        ("NVRTC", facts.nvrtc.version or facts.nvrtc.problem),
         ("NVIDIA driver", f"runs CUDA up to {_dotted(driver.cuda)}" if driver.cuda else "none"),
         *(("GPU", gpu) for gpu in gpus or ["none"]),
         ("kernel cache", f"{facts.cache} ({'' if facts.cache_is_writable else 'not '}writable)"),
@@ -302,7 +281,7 @@ def show_config() -> None:
     write("Which path a call takes", diagnosis.routes)
     for problem, command, blocks in diagnosis.remedies:
         print(f"{'Missing' if blocks else 'Note'}: {problem}\n    {command}")
-    print(f"CUDA kernels {'run here' if diagnosis.kernels_run else 'cannot run here until that is mended'}.")
+    print(f"CUDA kernels {'run here' if diagnosis.kernels_run else 'cannot run here: see what is missing above'}.")
 
 
 def _write_plain(title: str, rows: Sequence[tuple[str, ...]]) -> None:

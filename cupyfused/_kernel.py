@@ -86,7 +86,7 @@ class Variant:
         forward = self.direction == "forward"
         first, *others = op.inputs
         inputs = [(first, self.x), *((name, self.parameter) for name in others)]
-        result = ("result" if forward else "grad_out", self.result, "PACKETS" if self.width > 1 else "EITHER")
+        result = ("result" if forward else "grad_out", self.result, "EITHER" if self.width == 1 else "PACKETS" if forward else "SPREAD")
         operands = [result, *((*one, form) for one, form in zip(inputs, self.forms))]
         scalars = [*op.options, *(() if forward else op.backward_numbers)]
         arguments = [f"ELEMENT_OF({name})" for name in op.inputs] + list(op.options)

@@ -22,7 +22,7 @@ from .errors import OperandError, message
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["Backend", "Described", "Packets", "Storage", "choose_forms", "choose_packets", "fill_operand", "fill_scalar", "fill_tail", "is_wide", "map_plan", "slot_format", "storage"]
+__all__ = ["Backend", "Described", "Packets", "Storage", "choose_form", "choose_packets", "fill_operand", "fill_scalar", "fill_tail", "is_wide", "map_plan", "slot_format", "storage"]
 
 ABSENT, NUMBER, ARRAY, VECTOR = range(4)  # enum Access of cuda_src/common.cuh
 PACKET_BYTES = 16
@@ -80,11 +80,11 @@ def storage(inputs: Sequence[Described], result: Dtype) -> Storage:
     return Storage("any_dtype", "any_dtype", result)
 
 
-def choose_packets(layout: Layout, arrays: Sequence[tuple[int, Described]], written: Sequence[int], stored: Storage) -> Packets:
+def choose_packets(layout: Layout, arrays: Sequence[tuple[int, Described]], full: Sequence[int], stored: Storage) -> Packets:
     """Take 16 bytes at once where every array allows it, else as many single elements.
 
     Dim 0 must be made of whole packets or be all there is; each of `arrays`, by its place in the layout, must have neighbours
-    there, aligned in every row, or one element for all of them, which those in `written` cannot have.
+    there, aligned in every row, or one element for all of them, which those in `full` cannot have.
     """
     packet = stored.packet
     single = Packets(1, min(packet, MAX_ITEMS))
@@ -94,7 +94,7 @@ def choose_packets(layout: Layout, arrays: Sequence[tuple[int, Described]], writ
         assert one.dtype is not None
         step, *rest = layout.strides[k]
         neighbours = step == 1 and one.alignment % (packet * one.dtype.size) == 0 and all(stride % packet == 0 for stride in rest)
-        if not neighbours and (step != 0 or k in written):
+        if not neighbours and (step != 0 or k in full):
             return single
     return Packets(packet, 1)
 
@@ -104,12 +104,6 @@ def choose_form(one: Described, strides: Ints, width: int) -> str:
     if width == 1:
         return "EITHER"
     return "UNIFORM" if one.array is None or strides[0] == 0 else "PACKETS"
-
-
-def choose_forms(inputs: Sequence[Described], strides: Sequence[Ints], width: int) -> tuple[str, ...]:
-    """Return the forms of a call's inputs; of the first, which is full size nearly always, there is one instance only."""
-    first = "PACKETS" if width > 1 and inputs[0].array else choose_form(inputs[0], strides[0], width)
-    return (first, *(choose_form(one, own, width) for one, own in zip(inputs[1:], strides[1:])))
 
 
 def fill_operand(target: Any, one: Described, strides: Ints, width: int) -> None:
@@ -187,8 +181,8 @@ def map_plan(op: Op, shape: Ints, operands: Sequence[Described], backend: Backen
     strides = [_layout.broadcast_strides(one.array, shape) if one.array else (0,) * len(shape) for one in operands[:tensors]]
     layout = _layout.collapse(shape, strides, [k for k, one in enumerate(operands[:tensors]) if one.array])
     arrays = [(k, one) for k, one in enumerate(operands[:tensors]) if one.array]
-    width, items = choose_packets(layout, arrays, [0], stored)
-    forms = choose_forms(operands[1:tensors], layout.strides[1:tensors], width)
+    width, items = choose_packets(layout, arrays, [0, 1], stored)
+    forms = tuple(choose_form(one, own, width) for one, own in zip(operands[1:tensors], layout.strides[1:]))
     extents = (-(-layout.extents[0] // width), *layout.extents[1:])
     packets = math.prod(extents)
     wide = is_wide([packets + BLOCK * items], layout.strides, width)

@@ -13,7 +13,7 @@ from ._kernel import BLOCK, LARGE_DIMS, Variant
 from ._launch import Launch
 from ._layout import Ints, Layout
 from ._parameters import INDEX_LIMIT, fill_dims, partials_struct, sum_struct
-from ._plan import Backend, Described, Packets, Storage, check_dims, choose_forms, choose_packets, fill_operand, fill_scalar, fill_tail, is_wide, slot_format
+from ._plan import Backend, Described, Packets, Storage, check_dims, choose_form, choose_packets, fill_operand, fill_scalar, fill_tail, is_wide, slot_format
 from ._sums import Role, SumLayout, plan_sums
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def sum_plan(
     layout = _layout.collapse(shape, strides, [*written, *arrays[1:], *arrays[:1]], [own for own in marks if own is not None])
     summed = [None if own is None else tuple(own[dim] for dim in layout.dims) or (0,) for own in marks]
     wide = [(k, one) for k, one in enumerate(entries) if one.array and (k < first or k in written)]
-    packets = choose_packets(layout, wide, written, stored)
+    packets = choose_packets(layout, wide, [1, *written], stored)
     context = _Context(op, operands, scalars, gradients, stored, layout, summed, packets, check_dims(op, layout), backend)
     passes = plan_sums(layout.extents, packets.width, packets.items, summed, backend.multiprocessors)
     planned = tuple(_plan_pass(context, one) for one in passes)
@@ -108,7 +108,7 @@ def _plan_pass(context: _Context, one: SumLayout) -> Pass:
     kernel_extents = tuple(-(-extents[dim] // width) if dim == 0 else extents[dim] for dim in one.order)
     counts = [one.loop + BLOCK * context.packets.items, one.positions + BLOCK, one.grid, _largest_workspace(context, one)]
     wide = is_wide(counts, context.layout.strides, width)
-    forms = choose_forms(operands[1:], context.layout.strides[1:], width)
+    forms = tuple(choose_form(operand, own, width) for operand, own in zip(operands[1:], context.layout.strides[1:]))
     duties = tuple(_DUTIES[role] if width > 1 else "7" for role in one.roles)
     arithmetic = stored.result.arithmetic
     variant = Variant(
@@ -146,7 +146,7 @@ def _largest_workspace(context: _Context, one: SumLayout) -> int:
 
 
 # What an instance for packets is compiled to do for a role (enum Duty); one for single elements does all of it.
-_DUTIES = {Role.UNWANTED: "STORES", Role.EACH: "STORES", Role.COLUMN: "SUMS", Role.ALL: "SUMS", Role.ROW: "SUMS_ROWS"}
+_DUTIES = {Role.UNWANTED: "0", Role.EACH: "STORES", Role.COLUMN: "SUMS", Role.ALL: "SUMS", Role.ROW: "SUMS_ROWS"}
 
 
 def _ordered(strides: Ints, order: Ints) -> Ints:

@@ -65,9 +65,9 @@ def shape_id(shapes: Shapes) -> str:
 def draw(generator: torch.Generator, shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """Return random values of order one, or small integers; never a constant."""
     if dtype.is_floating_point:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
+        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
     if dtype is torch.bool:
-        return (torch.rand(*shape, generator=generator) > 0.4).to(device)
+        return (torch.rand(tuple(shape), generator=generator) > 0.4).to(device)
     low = 0 if dtype is torch.uint8 else -100
     return torch.randint(low, 101, tuple(shape), generator=generator).to(device=device, dtype=dtype)
 

@@ -1,0 +1,90 @@
+"""python -m cupyfused demo | doctor"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import __version__, _config
+from .errors import CupyfusedError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    arguments
+        What follows `python -m cupyfused`; None takes it from `sys.argv`.
+
+    Returns
+    -------
+    int
+        The exit code: 0 if the command did what it is for, else 1. Arguments that do not parse leave by `SystemExit(2)`.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    return int(options.command(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m cupyfused", description="Fused GPU array operators for Python.")
+    parser.add_argument("--version", action="version", version=f"cupyfused {__version__}", help="print the version and leave")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_demo(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    told = "train a small denoiser on a photograph twice, with composed PyTorch and with the fused operator, and compare"
+    demo = commands.add_parser("demo", help=told, description=f"{told.capitalize()}.")
+    demo.add_argument("--steps", type=_positive, default=60, metavar="N", help="training steps of each run (default: %(default)s)")
+    device = "auto, cpu, cuda or cuda:1; auto is cuda where kernels run (default: %(default)s)"
+    demo.add_argument("--device", default="auto", metavar="D", help=device)
+    folder = "folder for the picture (default: %(default)s)"
+    demo.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help=folder)
+    demo.set_defaults(command=_demo)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    told = "print what is installed, which path each kind of array takes, and the command that mends what is missing"
+    doctor = commands.add_parser("doctor", help=told, description=f"{told.capitalize()}. Exit code 1 if CUDA kernels cannot run.")
+    doctor.set_defaults(command=_doctor)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def _demo(options: argparse.Namespace) -> int:
+    try:
+        from . import _demo as demo
+    except (ImportError, OSError) as error:  # OSError: a PyTorch whose own libraries do not load
+        print(f"The demo needs PyTorch, matplotlib and rich ({error}): pip install 'cupyfused[demo,torch]'", file=sys.stderr)
+        return 1
+    try:
+        return demo.run(options.steps, options.device, options.output)
+    except (CupyfusedError, OSError) as error:  # OSError: a folder that cannot be written, a matplotlib without its photograph
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    _config.show_config()
+    return 0 if _config.diagnose(_config.gather()).kernels_run else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

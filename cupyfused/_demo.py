@@ -1,0 +1,291 @@
+"""python -m cupyfused demo: a denoiser for a photograph, trained with composed PyTorch and with the fused operator.
+
+The photograph comes with matplotlib. Noise is added to it, and a camera that moves over it gives a clip whose frames are
+overlapping views of the photograph's memory. Both runs start from the same seed and see the same clip; they differ in one line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.cbook
+import matplotlib.image
+import rich.console
+import rich.progress
+import rich.table
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from . import _config, fused_scale_bias_clamp
+from .errors import CudaError, OperandError, message
+
+__all__ = ["Denoiser", "Run", "Scene", "as_clip", "composed", "open_scene", "run", "train"]
+
+SEED = 0
+NOISE = 0.12  # standard deviation; intensities are between 0 and 1
+LEARNING_RATE = 0.01
+FACE = (slice(60, 188), slice(170, 298))  # rows and columns that the picture shows
+TABLE_ROWS = 8
+PICTURE = "denoised.png"
+
+Operator = Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
+
+
+class Size(NamedTuple):
+    """How large the clip and the model are; a GPU takes more before its memory and time show anything."""
+
+    frames: int
+    extent: int  # of a frame, in pixels
+    features: int
+
+
+SIZES = {"cpu": Size(frames=8, extent=64, features=12), "cuda": Size(frames=16, extent=256, features=32)}
+
+
+class Scene(NamedTuple):
+    """A photograph with noise and without, rows x columns x colours between 0 and 1."""
+
+    noisy: Tensor
+    clean: Tensor
+
+
+class Run(NamedTuple):
+    """What one training gave."""
+
+    losses: list[float]
+    seconds: float
+    peak_memory: int | None  # bytes; None: not measured
+    denoised: Tensor
+
+
+def composed(x: Tensor, scale: Tensor, bias: Tensor, min_val: float, max_val: float) -> Tensor:
+    """Compute in plain PyTorch what `fused_scale_bias_clamp` computes."""
+    return torch.clamp(x * scale + bias, min_val, max_val)
+
+
+class Normalise(nn.Module):
+    """A learnable scale and bias for each channel, and a clamp to [-1, 1]."""
+
+    def __init__(self, operator: Operator, channels: int, scale: float = 1.0, bias: float = 0.0):
+        super().__init__()
+        self.operator = operator
+        self.scale = nn.Parameter(torch.full((channels, 1, 1), scale))
+        self.bias = nn.Parameter(torch.full((channels, 1, 1), bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operator(x, self.scale, self.bias, -1.0, 1.0)
+
+
+class Denoiser(nn.Module):
+    """Three convolutions that estimate the noise of an image, each behind a normalisation."""
+
+    def __init__(self, operator: Operator, features: int):
+        super().__init__()
+        self.noise = nn.Sequential(
+            Normalise(operator, 3, scale=2.0, bias=-1.0),  # [0, 1] to [-1, 1]
+            nn.Conv2d(3, features, 3, padding=1, bias=False),
+            Normalise(operator, features),
+            nn.Conv2d(features, features, 3, padding=1, bias=False),
+            Normalise(operator, features),
+            nn.Conv2d(features, 3, 3, padding=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.noise(x)
+
+
+def open_scene(device: torch.device) -> Scene:
+    """Load matplotlib's photograph of Grace Hopper and add noise to a copy."""
+    path = matplotlib.cbook.get_sample_data("grace_hopper.jpg", asfileobj=False)
+    clean = torch.tensor(matplotlib.image.imread(path), dtype=torch.float32) / 255
+    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(SEED))
+    return Scene(clean.add(noise, alpha=NOISE).to(device), clean.to(device))
+
+
+def as_clip(photo: Tensor, frames: int, extent: int) -> Tensor:
+    """View a photograph as a clip, frames x colours x rows x columns, of a camera that moves along its diagonal.
+
+    Frames overlap and colours lie beside each other in memory: nothing is copied.
+    """
+    rows, columns, colours = photo.shape
+    down, right = ((length - extent) // max(frames - 1, 1) for length in (rows, columns))
+    strides = ((down * columns + right) * colours, 1, columns * colours, colours)
+    return photo.as_strided((frames, colours, extent, extent), strides)
+
+
+def train(operator: Operator, scene: Scene, size: Size, steps: int, title: str = "") -> Run:
+    """Train a denoiser, from the same seed whatever the operator.
+
+    Parameters
+    ----------
+    operator
+        `composed` or `fused_scale_bias_clamp`.
+    scene, size
+        What the clip is cut from, and how large it is.
+    steps
+        How often the parameters are updated.
+    title
+        Names the run beside its progress bar.
+
+    Returns
+    -------
+    Run
+        The loss before each update, and the denoised face after the last.
+    """
+    device = scene.noisy.device
+    watch, losses = Watch(device), []
+    noisy, clean = (as_clip(photo, size.frames, size.extent) for photo in scene)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = Denoiser(operator, size.features).to(device)
+    optimiser = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    nn.functional.mse_loss(model(noisy), clean).backward()  # the first call compiles: not to be timed
+    watch.start()
+    for _ in rich.progress.track(range(steps), description=f"{title:10}"):
+        optimiser.zero_grad()
+        loss = nn.functional.mse_loss(model(noisy), clean)
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.detach())  # read at the end, so that no step waits for the GPU
+    seconds, peak_memory = watch.read()
+    with torch.no_grad():
+        face = scene.noisy[FACE].permute(2, 0, 1)[None]
+        denoised = model(face)[0].permute(1, 2, 0).clamp(0, 1).cpu()
+    return Run(torch.stack(losses).tolist(), seconds, peak_memory, denoised)
+
+
+class Watch:
+    """A stopwatch that also reads the peak memory of a GPU.
+
+    On a CPU memory is not measured: the peak of a process never falls, so that the second run could not be told from the first.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._start = 0.0
+
+    def start(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._start = time.perf_counter()
+
+    def read(self) -> tuple[float, int | None]:
+        """Return the seconds since the start, and the most bytes that PyTorch held on the GPU."""
+        if self._device.type != "cuda":
+            return time.perf_counter() - self._start, None
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter() - self._start, torch.cuda.max_memory_allocated(self._device)
+
+
+def psnr(image: Tensor, clean: Tensor) -> float:
+    """Return the peak signal-to-noise ratio in decibels of an image with intensities between 0 and 1."""
+    return float(-10 * torch.log10(nn.functional.mse_loss(image.cpu(), clean.cpu())))
+
+
+def run(steps: int, device_name: str, output: Path) -> int:
+    """Run the demo: train twice, print both losses, save the picture.
+
+    Parameters
+    ----------
+    steps
+        Training steps of each run.
+    device_name
+        "auto", "cpu", "cuda" or "cuda:1".
+    output
+        The folder for the picture; made if it is not there.
+
+    Returns
+    -------
+    int
+        The exit code, 0.
+
+    Raises
+    ------
+    CudaError
+        CUDA is asked for and no kernel runs here.
+    OperandError
+        `device_name` names no device of this machine.
+    """
+    console = rich.console.Console(highlight=False)
+    device, why = choose_device(device_name)
+    console.print(why)
+    scene, size = open_scene(device), SIZES[device.type]
+    console.print(f"Training a denoiser on {size.frames} overlapping views of a photograph, {size.extent} x {size.extent} pixels each.")
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        runs = {
+            "composed": train(composed, scene, size, steps, "composed"),
+            "fused": train(fused_scale_bias_clamp, scene, size, steps, "fused"),
+        }
+    console.print(_loss_table(runs), _cost_table(runs, steps))
+    difference = max(abs(a - b) for a, b in zip(runs["composed"].losses, runs["fused"].losses))
+    console.print(f"Largest difference of the losses: {difference:.2g}")
+    output.mkdir(parents=True, exist_ok=True)
+    save_picture(output / PICTURE, scene, runs, difference)
+    console.print(f"Picture: {output / PICTURE}", soft_wrap=True)
+    return 0
+
+
+def choose_device(name: str) -> tuple[torch.device, str]:
+    """Return the device that a name stands for, and a sentence that says what runs there and why."""
+    routes = {route.arrays: route for route in _config.diagnose(_config.gather()).routes}
+    on_cuda = routes[_config.TORCH_ON_CUDA]
+    runs_kernels = on_cuda.path == _config.KERNEL
+    if name == "cpu" or (name == "auto" and not runs_kernels):
+        reason = "as asked" if name == "cpu" else f"no usable GPU: {on_cuda.reason}"
+        same = "There the fused operator computes PyTorch's own expression, so expect equal losses and no gain"
+        return torch.device("cpu"), f"Running on the CPU ({reason}). {same}."
+    kind, _, index = name.partition(":")
+    if kind not in ("auto", "cuda") or (index and not index.isdecimal()):
+        raise OperandError(message("demo", "--device", expected="auto, cpu, cuda or cuda:1", got=name))
+    if not runs_kernels:
+        remedy = "`python -m cupyfused doctor` says what mends it; --device cpu needs no GPU."
+        raise CudaError(message("demo", "--device", expected="a GPU that kernels run on", got=on_cuda.reason, remedy=remedy))
+    count = torch.cuda.device_count()
+    if int(index or 0) >= count:
+        raise OperandError(message("demo", "--device", expected=f"one of {count} GPUs, numbered from 0", got=name))
+    device = torch.device("cuda", int(index or 0))
+    return device, f"Running on {torch.cuda.get_device_name(device)} ({on_cuda.reason})."
+
+
+def _loss_table(runs: dict[str, Run]) -> rich.table.Table:
+    table = rich.table.Table("step", *runs, "difference", title="Loss (mean squared error)", title_justify="left")
+    curves = [one.losses for one in runs.values()]
+    last = len(curves[0]) - 1
+    for step in sorted({round(last * row / (TABLE_ROWS - 1)) for row in range(TABLE_ROWS)}):
+        losses = [curve[step] for curve in curves]
+        table.add_row(str(step), *(f"{loss:.6f}" for loss in losses), f"{losses[1] - losses[0]:.2g}")
+    return table
+
+
+def _cost_table(runs: dict[str, Run], steps: int) -> rich.table.Table:
+    table = rich.table.Table("run", "time", "a step", "peak memory", title="Cost", title_justify="left")
+    for name, one in runs.items():
+        memory = "n/a on a CPU" if one.peak_memory is None else f"{one.peak_memory / 2**20:.0f} MiB"
+        table.add_row(name, f"{one.seconds:.2f} s", f"{1000 * one.seconds / steps:.1f} ms", memory)
+    return table
+
+
+def save_picture(path: Path, scene: Scene, runs: dict[str, Run], difference: float) -> None:
+    """Draw the face before and after, and the loss curves of both runs."""
+    clean = scene.clean[FACE].cpu()
+    figure = Figure(figsize=(8.4, 6.6), layout="constrained")
+    figure.suptitle("One denoiser, trained with composed PyTorch and with the fused operator")
+    axes = figure.subplot_mosaic([["Before", "After", "Original"], ["losses"] * 3], height_ratios=[1.25, 1])
+    images = {"Before": scene.noisy[FACE].cpu().clamp(0, 1), "After": runs["fused"].denoised, "Original": clean}
+    for name, image in images.items():
+        quality = "" if image is clean else f": {psnr(image, clean):.1f} dB"
+        axes[name].imshow(image.numpy(), interpolation="nearest")
+        axes[name].set_title(name + quality)
+        axes[name].set_axis_off()
+    losses = axes["losses"]
+    losses.semilogy(runs["composed"].losses, color="#f0a030", linewidth=6, alpha=0.6, label="composed: torch.clamp(x * scale + bias, -1, 1)")
+    losses.semilogy(runs["fused"].losses, color="#1f3b73", linewidth=1.5, label="fused_scale_bias_clamp(x, scale, bias, -1, 1)")
+    losses.set(xlabel="training step", ylabel="mean squared error", title=f"Loss; the curves differ by {difference:.2g} at most")
+    losses.grid(which="both", alpha=0.25)
+    losses.legend()
+    figure.savefig(path, dpi=100)

@@ -1,0 +1,16 @@
+"""What every op must pass. A test file of an op derives from `Contract`, says in `op` what the op is, and adds what is its own.
+
+The pieces: `checks` (the op as the contract sees it, tolerances, comparisons), `layouts` (shapes and layouts), `contract_values`,
+`contract_gradients` and `contract_calls` (the checks).
+"""
+
+from __future__ import annotations
+
+from checks import TOLERANCE, OpUnderTest, assert_close, assert_same, check_forward, check_gradients, draw_arguments, in_float64
+from contract_values import Values
+
+__all__ = ["TOLERANCE", "Contract", "OpUnderTest", "assert_close", "assert_same", "check_forward", "check_gradients", "draw_arguments", "in_float64"]
+
+
+class Contract(Values):
+    """All checks."""
