@@ -6,6 +6,7 @@ Importing this package compiles nothing, touches no GPU, and imports neither PyT
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
@@ -33,6 +34,10 @@ __all__ = [
     "fused_scale_bias_clamp",
     "show_config",
 ]
+
+
+if "torch" in sys.modules:  # its operators are there for torch.ops, torch.export.load and pickled graphs without a first call
+    importlib.import_module("._library", __name__)
 
 
 def __getattr__(name: str) -> Any:

@@ -92,7 +92,9 @@ def _describe_gradient(one: _op.Operand) -> Described:
     return Described(one.described.dtype, Strided(array.shape, _layout.like_strides(array)))
 
 
-def eager_backward(op: Op, call: Call, grad_out: Tensor, values: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
+def eager_backward(
+    op: Op, call: Call, grad_out: Tensor, values: Sequence[Any], wanted: Sequence[bool], rules: Sequence[float] | None = None
+) -> Gradients:
     """Launch the backward kernel; `values` are the arguments, None for an input that no wanted gradient reads."""
     address = grad_out.data_ptr()
     key = (grad_out.stride(), address & 15, tuple(wanted), tuple(value is None for value in values))
@@ -109,7 +111,7 @@ def eager_backward(op: Op, call: Call, grad_out: Tensor, values: Sequence[Any], 
         if values[k] is not None:
             slots[k] = values[k].item()
     inputs = len(op.inputs)
-    operands, scalars = [address, *slots[:inputs]], [*slots[inputs:], *op.rules(values[inputs:])]
+    operands, scalars = [address, *slots[:inputs]], [*slots[inputs:], *(op.rule(values[inputs:]) if rules is None else rules)]
     pointers = [0 if one is None else one.data_ptr() for one in gradients]
     stream, scratch = TORCH.stream(call.device), 0 if workspace is None else workspace.data_ptr()
     try:
@@ -148,7 +150,7 @@ def _plan(
 
 
 def composed_gradients(
-    op: Op, call: Call, grad_out: Tensor, values: Sequence[Any], wanted: Sequence[bool], devices: Sequence[torch.device | None]
+    op: Op, call: Call, grad_out: Tensor, values: Sequence[Any], wanted: Sequence[bool], devices: Sequence[torch.device | None] = ()
 ) -> Gradients:
     """Compute the gradients by PyTorch operations; with grad mode on they can be differentiated again."""
     create_graph = torch.is_grad_enabled()

@@ -21,7 +21,7 @@ import numpy
 __all__ = ["Diagnosis", "Driver", "Facts", "Gpu", "Library", "diagnose", "gather", "show_config"]
 
 KERNEL, REFERENCE, ERROR, ABSENT = "CUDA kernel", "reference expression", "CudaError", "no such arrays"
-TORCH_ON_CUDA, NOT_INSTALLED = "torch.Tensor on CUDA", "not installed"
+TORCH_ON_CUDA, NOT_INSTALLED, DRIVERS = "torch.Tensor on CUDA", "not installed", "https://www.nvidia.com/drivers"
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
 Version = tuple[int, int]
 
@@ -98,7 +98,6 @@ def gather() -> Facts:
         cupy = _ask("cupy", _kernel.import_cupy, lambda cupy: _split(cupy.cuda.runtime.runtimeGetVersion()))
         nvrtc, problem = _attempt(_kernel.nvrtc_version) if cupy.version else (None, "comes with CuPy")
     python = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    folder, folder_problem = _attempt(_cache.folder)
     return Facts(
         versions=(("Python", python), ("cupyfused", __version__), ("NumPy", numpy.__version__)),
         torch=torch,
@@ -106,7 +105,7 @@ def gather() -> Facts:
         cupy_distributions=_attempt(_cupy_distributions)[0] or (),
         nvrtc=Library(_dotted(nvrtc), nvrtc) if nvrtc else Library(problem=problem),
         driver=_ask_driver(_kernel.architecture if nvrtc else None),
-        cache=folder_problem or str(folder),
+        cache=str(_attempt(_cache.folder)[0]),
         cache_is_writable=bool(_attempt(_cache.is_writable)[0]),
     )
 
@@ -178,9 +177,8 @@ def _ask_gpu(cuda: Any, index: int, architecture: Callable[[int], str] | None) -
 def diagnose(facts: Facts) -> Diagnosis:
     """Say which path each kind of array takes, and what mends what is missing, in the order in which to mend it."""
     remedies = (*_driver_remedies(facts), *_cupy_remedies(facts), *_torch_remedies(facts))
-    if not facts.cache_is_writable:
-        problem = f"kernels compiled here are not kept for later processes: {facts.cache} is not writable"
-        remedies += (Remedy(problem, "set CUPYFUSED_CACHE_DIR to a folder of yours", blocks=()),)
+    if not facts.cache_is_writable:  # kernels are then compiled again in each process
+        remedies += (Remedy(f"{facts.cache} is not writable", "set CUPYFUSED_CACHE_DIR to a folder of yours", blocks=()),)
     return Diagnosis(tuple(_routes(facts, remedies)), remedies, not any(remedy.blocks for remedy in remedies))
 
 
@@ -205,7 +203,9 @@ def _routes(facts: Facts, remedies: tuple[Remedy, ...]) -> Iterator[Route]:
 def _driver_remedies(facts: Facts) -> Iterator[Remedy]:
     driver = facts.driver
     if driver.cuda is None:
-        yield Remedy(driver.problem, "install an NVIDIA driver: https://www.nvidia.com/drivers (containers: docker run --gpus all)")
+        yield Remedy(driver.problem, f"install an NVIDIA driver: {DRIVERS} (containers: docker run --gpus all)")
+    elif driver.cuda < (12, 0):
+        yield Remedy(f"the NVIDIA driver runs CUDA {_dotted(driver.cuda)} at most", f"install a newer NVIDIA driver: {DRIVERS}")
     elif not driver.gpus:
         yield Remedy(driver.problem, "unset CUDA_VISIBLE_DEVICES, and see what nvidia-smi says")
     for gpu in driver.gpus:
@@ -225,9 +225,9 @@ def _cupy_remedies(facts: Facts) -> Iterator[Remedy]:
         yield Remedy(f"CuPy: {cupy.problem}", install if cupy.problem == NOT_INSTALLED else replace)
     elif (_parsed(cupy.version) or (0, 0)) < (14, 0):
         yield Remedy(f"CuPy {cupy.version} is too old: 14 is the first to find NVRTC in its wheel", replace)
-    elif cupy.cuda and running and cupy.cuda[0] > running[0]:
+    elif cupy.cuda and running and cupy.cuda[0] > max(12, running[0]):
         yield Remedy(f"CuPy is built for CUDA {_dotted(cupy.cuda)}, the driver runs CUDA {_dotted(running)} at most", replace)
-    elif cupy.cuda and torch.cuda and cupy.cuda[0] != torch.cuda[0]:
+    elif cupy.cuda and torch.cuda and cupy.cuda[0] not in (torch.cuda[0], wanted):
         problem = f"PyTorch {torch.version} is built for CUDA {torch.cuda[0]}, CuPy {cupy.version} for CUDA {cupy.cuda[0]}"
         yield Remedy(problem, replace, blocks=())
     if cupy.version is not None and facts.nvrtc.version is None:
@@ -239,11 +239,9 @@ def _torch_remedies(facts: Facts) -> Iterator[Remedy]:
     wheels = "https://download.pytorch.org/whl/" + ("cu130" if running and running[0] > 12 else "cu126")
     replace = f"pip install --force-reinstall torch --index-url {wheels}"
     if torch.version is None:
-        problem = f"PyTorch: {torch.problem}"
-        if torch.problem == NOT_INSTALLED:
-            yield Remedy(problem, "pip install 'cupyfused[torch]'", blocks=())
-        else:
-            yield Remedy(problem, "pip install --force-reinstall torch", blocks=("torch",))
+        absent = torch.problem == NOT_INSTALLED
+        mend = "pip install 'cupyfused[torch]'" if absent else "pip install --force-reinstall torch"
+        yield Remedy(f"PyTorch: {torch.problem}", mend, blocks=() if absent else ("torch",))
     elif (_parsed(torch.version) or (0, 0)) < (2, 6):
         problem = f"PyTorch {torch.version} is too old: 2.6 is the oldest"
         yield Remedy(problem, "pip install --upgrade 'cupyfused[torch]'", blocks=("torch",))
@@ -251,11 +249,11 @@ def _torch_remedies(facts: Facts) -> Iterator[Remedy]:
         yield Remedy(f"PyTorch {torch.version} is built without CUDA, and there is a GPU", replace, blocks=())
     elif torch.cuda and running and torch.cuda[0] > running[0]:
         problem = f"PyTorch is built for CUDA {_dotted(torch.cuda)}, the driver runs CUDA {_dotted(running)} at most"
-        yield Remedy(problem, f"install a newer NVIDIA driver, or: {replace}", blocks=("torch",))
+        yield Remedy(problem, f"install a newer NVIDIA driver: {DRIVERS}, or: {replace}", blocks=("torch",))
 
 
 def _rows(facts: Facts) -> list[tuple[str, str]]:
-    driver, wheels = facts.driver, f" ({', '.join(facts.cupy_distributions)})" if facts.cupy_distributions else ""
+    driver, wheels = facts.driver, "".join(f", {name}" for name in facts.cupy_distributions)
     gpus = [f"{gpu.name}, compute capability {gpu.capability / 10}, {gpu.architecture or 'no kernels'}" for gpu in driver.gpus]
     return [
         *facts.versions,

@@ -30,6 +30,9 @@ _CAST = {"float16": "float32", "bfloat16": "float32"}
 # How CPU arrays are computed: "reference", or "host" while tests run the kernels' own text everywhere.
 cpu_impl = "reference"
 
+OPS: list[Op] = []
+register_with_torch: Callable[[Op], None] | None = None  # set by `_library` once PyTorch is there
+
 
 @dataclass(eq=False)
 class Op:
@@ -50,7 +53,9 @@ class Op:
     reads_with_options
         What every gradient reads besides, if an option is given.
     backward_numbers
-        Names of further numbers that the functor's backward takes, and `rules(options)` that computes them.
+        Names of further numbers that the functor's backward takes.
+    rules
+        `rules(as_tensors)` computes those numbers, for options given as numbers or as tensors.
     takes_bool
         Whether the op is defined on bool, as addition is and clamping is not.
     """
@@ -62,10 +67,16 @@ class Op:
     reads: Mapping[str, tuple[str, ...]]
     reads_with_options: tuple[str, ...] = ()
     backward_numbers: tuple[str, ...] = ()
-    rules: Callable[..., tuple[float, ...]] = lambda options: ()
+    rules: Callable[[bool], tuple[float, ...]] = lambda as_tensors: ()
     takes_bool: bool = True
     text: str | None = None  # the functor; None: cuda_src/<name>.cuh
     calls: dict[Any, Call] = field(default_factory=dict, repr=False)
+    known_rules: dict[bool, tuple[float, ...]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        OPS.append(self)
+        if register_with_torch is not None:
+            register_with_torch(self)
 
     @property
     def functor(self) -> str:
@@ -76,6 +87,12 @@ class Op:
         """Return the inputs that the wanted gradients read."""
         names = {name for asked, of in zip(wanted, self.inputs) if asked for name in self.reads[of]}
         return frozenset(names | set(self.reads_with_options) if has_options and any(wanted) else names)
+
+    def rule(self, options: Sequence[Any]) -> tuple[float, ...]:
+        """Return the backward numbers for these options; computed when PyTorch is loaded, see `_library`."""
+        given = [option for option in options if option is not None]
+        as_tensors = bool(given) and all(hasattr(option, "dtype") for option in given)
+        return self.known_rules[as_tensors]
 
     def remember(self, key: Any, call: Call) -> Call:
         """Keep a call for its signature."""
@@ -106,8 +123,9 @@ def _torch_call(x: Any) -> Callable[..., Any] | None:
     """Return the entry for PyTorch tensors if `x` is one; PyTorch is never imported for anything else."""
     if "torch" not in sys.modules or not isinstance(x, sys.modules["torch"].Tensor):
         return None
-    from . import _torch
+    from . import _library, _torch
 
+    del _library  # imported for what it does: the first tensor registers the ops
     return _torch.call
 
 

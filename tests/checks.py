@@ -25,9 +25,9 @@ __all__ = [
     "check_forward",
     "check_gradients",
     "draw_arguments",
+    "draw_gradient",
     "in_float64",
-    "result_like",
-    "snapshot",
+        "snapshot",
 ]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -82,11 +82,18 @@ class OpUnderTest:
 
 
 def draw_arguments(
-    op: OpUnderTest, generator: torch.Generator, shapes: Shapes, dtypes: Sequence[torch.dtype], device: str, layouts: Sequence[str] = ("contiguous",)
+    op: OpUnderTest,
+    generator: torch.Generator,
+    shapes: Shapes,
+    dtypes: Sequence[torch.dtype],
+    device: str,
+    layouts: Sequence[str] = ("contiguous",),
+    *,
+    smooth: bool = False,
 ) -> list[Tensor]:
     """Return fresh inputs of these shapes; the last dtype and layout serve for all inputs that have none of their own.
 
-    They are drawn again until no gradient depends on rounding.
+    `smooth`: drawn again until no gradient depends on rounding.
     """
 
     def pick(of: Sequence[Any], k: int) -> Any:
@@ -94,17 +101,18 @@ def draw_arguments(
 
     for _ in range(1000):
         drawn = [lay(draw(generator, shapes[k], pick(dtypes, k), device), pick(layouts, k)) for k in range(len(op.inputs))]
-        if is_smooth(op, drawn):
+        if not smooth or near_kink(op, drawn) is None:
             return drawn
     raise AssertionError(f"no inputs of shapes {shapes} whose elements all keep away from kinks")
 
 
-def is_smooth(op: OpUnderTest, arguments: Sequence[Tensor]) -> bool:
-    """Whether no element is so near to where its gradient jumps that rounding decides on which side it falls."""
+def near_kink(op: OpUnderTest, arguments: Sequence[Any]) -> Tensor | None:
+    """Mark the elements so near to where their gradient jumps that rounding decides on which side they fall; None: there are none."""
     if op.distance_to_kink is None:
-        return True
+        return None
     distances = [op.distance_to_kink(*in_float64(arguments), *options) for options in op.options]
-    return all(bool((distance > KINK).all()) for distance in distances)
+    near = torch.stack([distance < KINK for distance in distances]).any(0)
+    return near if near.any() else None
 
 
 def in_float64(values: Sequence[Any]) -> list[Any]:
@@ -183,7 +191,9 @@ def check_gradients(
     return [next(gradients) if one else None for one in asked]
 
 
-def result_like(op: OpUnderTest, arguments: Sequence[Any], options: Options, generator: torch.Generator, layout: str = "contiguous") -> Tensor:
-    """Draw an incoming gradient: of the shape, dtype and device of the result."""
+def draw_gradient(op: OpUnderTest, generator: torch.Generator, arguments: Sequence[Any], options: Options, layout: str = "contiguous") -> Tensor:
+    """Draw an incoming gradient for a result, 0 where rounding decides what is right."""
     y = op.composed(*arguments, *options)
-    return lay(draw(generator, y.shape, y.dtype, str(y.device)), layout)
+    values = draw(generator, y.shape, y.dtype, str(y.device))
+    near = near_kink(op, arguments)
+    return lay(values if near is None else values.masked_fill(near, 0), layout)

@@ -27,6 +27,8 @@ try:
     import torch as _torch
 except ImportError:  # the pure tests run without it
     collect_ignore_glob += ["ops/*", "test_field_cases*.py", "test_gpu*.py"]
+else:
+    _torch.set_num_threads(1)  # arrays are small; two workers of xdist would only wait for each other's threads
 
 
 @functools.cache

@@ -7,10 +7,11 @@ The pieces: `checks` (the op as the contract sees it, tolerances, comparisons), 
 from __future__ import annotations
 
 from checks import TOLERANCE, OpUnderTest, assert_close, assert_same, check_forward, check_gradients, draw_arguments, in_float64
+from contract_gradients import Gradients
 from contract_values import Values
 
 __all__ = ["TOLERANCE", "Contract", "OpUnderTest", "assert_close", "assert_same", "check_forward", "check_gradients", "draw_arguments", "in_float64"]
 
 
-class Contract(Values):
+class Contract(Values, Gradients):
     """All checks."""

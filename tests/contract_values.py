@@ -32,7 +32,7 @@ class Values:
             check_forward(self.op, target, arguments, options)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-    @pytest.mark.parametrize("shape", [(5, 7), (2, 3, 5, 7), (2, 8, 4, 16), (2, 3, 5, 7, 11)], ids=str)
+    @pytest.mark.parametrize("shape", [(5, 7), (1, 1, 3), (2, 3, 5, 7), (2, 8, 4, 16), (2, 3, 5, 7, 11)], ids=str)
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_layouts(self, target: Target, generator: torch.Generator, layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """In x alone, in every input, and in the inputs beside a contiguous x."""
@@ -88,13 +88,13 @@ class Values:
             check_forward(self.op, target, arguments, self.op.integer_options[0])
 
     def test_bool(self, target: Target, generator: torch.Generator) -> None:
-        mask = draw_arguments_of_bool(self.op, generator, target)
+        mask = draw_arguments(self.op, generator, ((5, 7), (7,), (5, 1)), [torch.bool], target.device)
         if self.op.takes_bool:
             check_forward(self.op, target, mask, ())
             check_forward(self.op, target, [mask[0][:1].expand(5, 7), *mask[1:]], ())
         else:
             with pytest.raises(TypeError, match="bool"):
-                target.run(self.op.call, *mask, *self.op.integer_options[0])
+                target.run(self.op.call, *mask, *[True] * len(self.op.options[0]))
 
     def test_default_dtype_of_numbers(self, target: Target, generator: torch.Generator) -> None:
         x = draw(generator, (5, 7), torch.int32, target.device)
@@ -172,10 +172,6 @@ class Values:
 def unbounded(op: OpUnderTest) -> tuple[None, ...]:
     """Return all options left out."""
     return (None,) * len(op.options[0])
-
-
-def draw_arguments_of_bool(op: OpUnderTest, generator: torch.Generator, target: Target) -> list[Tensor]:
-    return [draw(generator, shape, torch.bool, target.device) for shape in ((5, 7), (7,), (5, 1))[: len(op.inputs)]]
 
 
 def random_shapes(generator: torch.Generator, count: int) -> tuple[tuple[int, ...], Shapes]:

@@ -68,8 +68,8 @@ def draw(generator: torch.Generator, shape: Sequence[int], dtype: torch.dtype, d
         return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
     if dtype is torch.bool:
         return (torch.rand(tuple(shape), generator=generator) > 0.4).to(device)
-    low = 0 if dtype is torch.uint8 else -100
-    return torch.randint(low, 101, tuple(shape), generator=generator).to(device=device, dtype=dtype)
+    low = 1 if dtype is torch.uint8 else -9
+    return torch.randint(low, 10, tuple(shape), generator=generator).to(device=device, dtype=dtype)
 
 
 # ---- layouts ------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from .._op import Op
@@ -20,7 +18,6 @@ def _reference(namespace: Any, x: Any, scale: Any, bias: Any, min_val: Any, max_
     return v if min_val is None and max_val is None else namespace.clip(v, min_val, max_val)
 
 
-@functools.cache
 def _clamp_rule(as_tensors: bool) -> tuple[float, float, float]:
     """Ask the installed PyTorch what the gradient of clamp is worth at a bound, where both bounds are equal, and at NaN.
 
@@ -34,13 +31,7 @@ def _clamp_rule(as_tensors: bool) -> tuple[float, float, float]:
         (gradient,) = torch.autograd.grad(torch.clamp(x, *bounds), x)  # type: ignore[arg-type]
         return float(gradient)
 
-    with torch.enable_grad():
-        return weight(0.0, 0.0, 1.0), weight(0.0, 0.0, 0.0), weight(math.nan, 0.0, 1.0)
-
-
-def _rules(options: Sequence[Any]) -> tuple[float, float, float]:
-    given = [option for option in options if option is not None]
-    return _clamp_rule(bool(given) and all(hasattr(option, "dtype") for option in given))
+    return weight(0.0, 0.0, 1.0), weight(0.0, 0.0, 0.0), weight(math.nan, 0.0, 1.0)
 
 
 OP = Op(
@@ -51,7 +42,7 @@ OP = Op(
     reads={"x": ("scale",), "scale": ("x",), "bias": ()},
     reads_with_options=("x", "scale", "bias"),
     backward_numbers=("at_bound", "at_equal_bounds", "at_nan"),
-    rules=_rules,
+    rules=_clamp_rule,
     takes_bool=False,
 )
 
