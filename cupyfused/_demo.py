@@ -199,7 +199,7 @@ def run(steps: int, device_name: str, output: Path) -> int:
     OperandError
         `device_name` is none of "auto", "cpu", "cuda" and "cuda:1", or no GPU has that number.
     """
-    console = rich.console.Console(highlight=False)
+    console = rich.console.Console(highlight=False, markup=False)
     device, why = choose_device(device_name)
     console.print(why)
     scene, size = open_scene(device), SIZES[device.type]

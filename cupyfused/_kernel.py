@@ -26,11 +26,16 @@ from .errors import CompileError, CudaError
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["BLOCK", "LARGE_DIMS", "SMALL_DIMS", "Variant", "compile_cubin", "cubin", "cuda_text", "import_cupy", "load", "nvrtc_version", "raw_kernel"]
+__all__ = ["BLOCK", "LARGE_DIMS", "SMALL_DIMS", "Variant", "compile_cubin", "cubin", "cuda_text", "import_cupy", "load", "max_dims", "nvrtc_version", "raw_kernel"]
 
 BLOCK = 256  # threads; 16-byte vectors, one a thread, ran at 4,382 GB/s with 256 on an H200 where a device copy ran at 4,205
-SMALL_DIMS = 8  # collapsed dims that a kernel's parameters have room for; LARGE_DIMS only where a call needs it
-LARGE_DIMS = 32
+SMALL_DIMS = 8  # collapsed dims that a kernel's parameters have room for
+LARGE_DIMS = 32  # and those of a `large` instance, compiled where a call needs more dims or 64-bit indices
+
+
+def max_dims(large: bool) -> int:
+    """Return the dims that an instance has room for."""
+    return LARGE_DIMS if large else SMALL_DIMS
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,7 @@ class Variant:
     items: int = 1
     forms: tuple[str, ...] = ()  # enum Form for each input
     duties: tuple[str, ...] = ()  # of enum Duty for each gradient
-    wide: bool = False  # whether indices and strides need 64 bits
-    max_dims: int = SMALL_DIMS
+    large: bool = False  # 64-bit indices and strides, and room for LARGE_DIMS
     gradients: int = 3  # sum_partials: how many sums one launch finishes
 
     @property
@@ -57,7 +61,7 @@ class Variant:
 
     def describe(self) -> str:
         """Name it in an error message."""
-        layout = f"{self.items} packets of {self.width}, {' '.join((*self.forms, *self.duties))}, {64 if self.wide else 32}-bit index"
+        layout = f"{self.items} packets of {self.width}, {' '.join((*self.forms, *self.duties))}, {64 if self.large else 32}-bit index"
         return f"{self.kernel_name} (x {self.x}, parameters {self.parameter}, result {self.result}; {layout})"
 
     def source(self) -> str:
@@ -66,9 +70,9 @@ class Variant:
             "ARITHMETIC": self.arithmetic,
             "KERNEL": self.kernel_name,
             "BLOCK": BLOCK,
-            "MAX_DIMS": self.max_dims,
-            "INDEX": "uint64" if self.wide else "uint32",
-            "STRIDE": "int64" if self.wide else "int32",
+            "MAX_DIMS": max_dims(self.large),
+            "INDEX": "uint64" if self.large else "uint32",
+            "STRIDE": "int64" if self.large else "int32",
             "WIDTH": self.width,
             "ITEMS": self.items,
             "GRADIENT_COUNT": self.gradients,

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from ._kernel import max_dims
 from ._layout import divider
 
 __all__ = ["INDEX_LIMIT", "fill_dims", "map_struct", "partials_struct", "sum_struct"]
@@ -19,30 +20,30 @@ def _struct(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
 
 
 @functools.cache
-def _operand_struct(max_dims: int, wide: bool) -> Any:
-    stride = ctypes.c_int64 if wide else ctypes.c_int32
-    return _struct("Operand", [("stride", stride * max_dims), ("step", ctypes.c_int32), ("access", ctypes.c_uint8), ("dtype", ctypes.c_uint8)])
+def _operand_struct(large: bool) -> Any:
+    stride = ctypes.c_int64 if large else ctypes.c_int32
+    return _struct("Operand", [("stride", stride * max_dims(large)), ("step", ctypes.c_int32), ("access", ctypes.c_uint8), ("dtype", ctypes.c_uint8)])
 
 
 @functools.cache
-def _dims_struct(max_dims: int) -> Any:
-    return _struct("Dims", [("extent", ctypes.c_uint64 * max_dims), ("magic", ctypes.c_uint32 * max_dims), ("shift", ctypes.c_uint8 * max_dims)])
+def _dims_struct(large: bool) -> Any:
+    return _struct("Dims", [("extent", ctypes.c_uint64 * max_dims(large)), ("magic", ctypes.c_uint32 * max_dims(large)), ("shift", ctypes.c_uint8 * max_dims(large))])
 
 
 _Scalar = _struct("Scalar", [("access", ctypes.c_uint8), ("dtype", ctypes.c_uint8)])
 
 
 @functools.cache
-def map_struct(operands: int, scalars: int, max_dims: int, wide: bool) -> Any:
+def map_struct(operands: int, scalars: int, large: bool) -> Any:
     u64 = ctypes.c_uint64
     return _struct(
         "MapParameters",
         [
             ("address", u64 * operands),
             ("scalar_address", u64 * (scalars + 1)),
-            ("operand", _operand_struct(max_dims, wide) * operands),
+            ("operand", _operand_struct(large) * operands),
             ("scalar", _Scalar * (scalars + 1)),
-            ("dims", _dims_struct(max_dims)),
+            ("dims", _dims_struct(large)),
             ("packets", u64),
             ("last", u64),
             ("tail", ctypes.c_int32),
@@ -52,16 +53,16 @@ def map_struct(operands: int, scalars: int, max_dims: int, wide: bool) -> Any:
 
 
 @functools.cache
-def sum_struct(operands: int, scalars: int, gradients: int, max_dims: int, wide: bool) -> Any:
+def sum_struct(operands: int, scalars: int, gradients: int, large: bool) -> Any:
     u64, i64, u32, i32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int32
     return _struct(
         "SumParameters",
         [
             ("address", u64 * (operands + gradients)),
             ("scalar_address", u64 * (scalars + 1)),
-            ("operand", _operand_struct(max_dims, wide) * (operands + gradients)),
+            ("operand", _operand_struct(large) * (operands + gradients)),
             ("scalar", _Scalar * (scalars + 1)),
-            ("dims", _dims_struct(max_dims)),
+            ("dims", _dims_struct(large)),
             ("split_stride", i64 * gradients),
             ("tile_stride", i64 * gradients),
             *((name, u64) for name in ("loop", "loop_per_split", "positions", "last")),
@@ -73,8 +74,8 @@ def sum_struct(operands: int, scalars: int, gradients: int, max_dims: int, wide:
 
 
 @functools.cache
-def partials_struct(gradients: int, max_dims: int, wide: bool) -> Any:
-    operand, dims = _operand_struct(max_dims, wide), _dims_struct(max_dims)
+def partials_struct(gradients: int, large: bool) -> Any:
+    operand, dims = _operand_struct(large), _dims_struct(large)
     one = _struct(
         "Partials",
         [

@@ -22,10 +22,11 @@ from .errors import OperandError, message
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["Backend", "Described", "Packets", "Storage", "choose_form", "choose_packets", "fill_operand", "fill_scalar", "fill_tail", "is_wide", "map_plan", "slot_format", "storage"]
+__all__ = ["Backend", "Described", "Packets", "Storage", "choose_form", "choose_packets", "fill_operand", "fill_scalar", "fill_tail", "is_large", "map_plan", "slot_format", "storage"]
 
 ABSENT, NUMBER, ARRAY, VECTOR = range(4)  # enum Access of cuda_src/common.cuh
 PACKET_BYTES = 16
+_SLACK = 1 << 20  # indices beyond the last that a whole grid of threads may count
 MAX_ITEMS = 4  # single elements a thread; each more makes the kernel longer to compile
 # Pairs of x and result with a kernel of their own. Any other pair loads through a run-time switch: a kernel for each would be
 # some 50 pairs, times what layouts and architectures make of them.
@@ -84,11 +85,13 @@ def choose_packets(layout: Layout, arrays: Sequence[tuple[int, Described]], full
     """Take 16 bytes at once where every array allows it, else as many single elements.
 
     Dim 0 must be made of whole packets or be all there is; each of `arrays`, by its place in the layout, must have neighbours
-    there, aligned in every row, or one element for all of them, which those in `full` cannot have.
+    there, aligned in every row, or one element for all of them, which those in `full` cannot have. What needs a large instance
+    takes single elements: there is none for packets.
     """
     packet = stored.packet
     single = Packets(1, min(packet, MAX_ITEMS))
-    if stored.x == "any_dtype" or packet == 1 or (layout.extents[0] % packet and len(layout.extents) > 1):
+    uneven = layout.extents[0] % packet and len(layout.extents) > 1
+    if stored.x == "any_dtype" or packet == 1 or uneven or is_large(layout, packet):
         return single
     for k, one in arrays:
         assert one.dtype is not None
@@ -97,6 +100,13 @@ def choose_packets(layout: Layout, arrays: Sequence[tuple[int, Described]], full
         if not neighbours and (step != 0 or k in full):
             return single
     return Packets(packet, 1)
+
+
+def is_large(layout: Layout, width: int) -> bool:
+    """Whether an index, counted in packets of so many elements, or a stride needs 64 bits, or the dims more room."""
+    packets = math.prod(layout.extents) // layout.extents[0] * -(-layout.extents[0] // width)
+    strides = max((abs(stride) for own in layout.strides for stride in own), default=0)
+    return max(packets + _SLACK, strides) >= INDEX_LIMIT or len(layout.extents) > SMALL_DIMS
 
 
 def choose_form(one: Described, strides: Ints, width: int) -> str:
@@ -125,12 +135,6 @@ def fill_tail(parameters: Any, inner: int, width: int) -> None:
     parameters.tail = inner - parameters.last * width
 
 
-def is_wide(counts: Sequence[int], strides: Sequence[Ints], width: int) -> bool:
-    """Whether an index, or a stride between packets, needs 64 bits."""
-    largest = max((abs(stride) for own in strides for stride in own), default=0)
-    return max(*counts, largest * width) >= INDEX_LIMIT
-
-
 def fill_scalar(target: Any, one: Described) -> None:
     """Write what an option is: a number, a 0-dim array or nothing."""
     target.access = ABSENT if one.dtype is None else NUMBER if one.array is None else ARRAY
@@ -151,8 +155,8 @@ def slot_format(one: Described, stored: Storage, exact: bool = False) -> str:
     return {"uint8": "B7x", "int8": "b7x", "int16": "h6x", "int32": "i4x", "int64": "q"}[stored.result.arithmetic]
 
 
-def check_dims(op: Op, layout: Layout) -> int:
-    """Return the room for dims that the kernel is compiled with."""
+def check_dims(op: Op, layout: Layout) -> None:
+    """Refuse what no instance has room for."""
     ndim = len(layout.extents)
     if ndim > LARGE_DIMS:
         raise OperandError(
@@ -164,7 +168,6 @@ def check_dims(op: Op, layout: Layout) -> int:
                 remedy="Make an operand contiguous.",
             )
         )
-    return SMALL_DIMS if ndim <= SMALL_DIMS else LARGE_DIMS
 
 
 def map_plan(op: Op, shape: Ints, operands: Sequence[Described], backend: Backend) -> Launch | None:
@@ -185,12 +188,12 @@ def map_plan(op: Op, shape: Ints, operands: Sequence[Described], backend: Backen
     forms = tuple(choose_form(one, own, width) for one, own in zip(operands[1:tensors], layout.strides[1:]))
     extents = (-(-layout.extents[0] // width), *layout.extents[1:])
     packets = math.prod(extents)
-    wide = is_wide([packets + BLOCK * items], layout.strides, width)
-    max_dims = check_dims(op, layout)
+    check_dims(op, layout)
+    large = is_large(layout, width)
     variant = Variant(
-        op, "forward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, width, items, forms, (), wide, max_dims
+        op, "forward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, width, items, forms, (), large
     )
-    parameters = map_struct(tensors, len(op.options), max_dims, wide)()
+    parameters = map_struct(tensors, len(op.options), large)()
     for k, one in enumerate(operands[:tensors]):
         fill_operand(parameters.operand[k], one, layout.strides[k], width)
     for k, one in enumerate(operands[tensors:]):

@@ -9,11 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from . import _layout
 from ._dtypes import BY_NAME, Dtype
-from ._kernel import BLOCK, LARGE_DIMS, Variant
+from ._kernel import BLOCK, Variant
 from ._launch import Launch
 from ._layout import Ints, Layout
-from ._parameters import INDEX_LIMIT, fill_dims, partials_struct, sum_struct
-from ._plan import Backend, Described, Packets, Storage, check_dims, choose_form, choose_packets, fill_operand, fill_scalar, fill_tail, is_wide, slot_format
+from ._parameters import fill_dims, partials_struct, sum_struct
+from ._plan import (
+    MAX_ITEMS,
+    Backend,
+    Described,
+    Packets,
+    Storage,
+    check_dims,
+    choose_form,
+    choose_packets,
+    fill_operand,
+    fill_scalar,
+    fill_tail,
+    is_large,
+    slot_format,
+)
 from ._sums import Role, SumLayout, plan_sums
 
 if TYPE_CHECKING:
@@ -63,7 +77,7 @@ class _Context:
     layout: Layout
     summed: list[Ints | None]  # for each gradient a mark along each collapsed dim
     packets: Packets
-    max_dims: int
+    large: bool
     backend: Backend
     workspace: int = 0  # elements given out so far
 
@@ -86,9 +100,12 @@ def sum_plan(
     arrays = [k for k, one in enumerate(operands) if one.array]
     layout = _layout.collapse(shape, strides, [*written, *arrays[1:], *arrays[:1]], [own for own in marks if own is not None])
     summed = [None if own is None else tuple(own[dim] for dim in layout.dims) or (0,) for own in marks]
-    wide = [(k, one) for k, one in enumerate(entries) if one.array and (k < first or k in written)]
-    packets = choose_packets(layout, wide, [1, *written], stored)
-    context = _Context(op, operands, scalars, gradients, stored, layout, summed, packets, check_dims(op, layout), backend)
+    streams = [(k, one) for k, one in enumerate(entries) if one.array and (k < first or k in written)]
+    check_dims(op, layout)
+    packets = choose_packets(layout, streams, [1, *written], stored)
+    if summed[0] is not None and any(summed[0]):  # an x smaller than the result; instances for packets store its gradient
+        packets = packets._replace(width=1, items=min(stored.packet, MAX_ITEMS))
+    context = _Context(op, operands, scalars, gradients, stored, layout, summed, packets, is_large(layout, packets.width), backend)
     passes = plan_sums(layout.extents, packets.width, packets.items, summed, backend.multiprocessors)
     planned = tuple(_plan_pass(context, one) for one in passes)
     return SumPlan(planned, context.workspace, BY_NAME[stored.result.arithmetic])
@@ -106,15 +123,13 @@ def _plan_pass(context: _Context, one: SumLayout) -> Pass:
     operands, count = context.operands, len(context.gradients)
     stored, extents = context.stored, context.layout.extents
     kernel_extents = tuple(-(-extents[dim] // width) if dim == 0 else extents[dim] for dim in one.order)
-    counts = [one.loop + BLOCK * context.packets.items, one.positions + BLOCK, one.grid, _largest_workspace(context, one)]
-    wide = is_wide(counts, context.layout.strides, width)
     forms = tuple(choose_form(operand, own, width) for operand, own in zip(operands[1:], context.layout.strides[1:]))
-    duties = tuple(_DUTIES[role] if width > 1 else "7" for role in one.roles)
+    duties, large = _duties(one, width), context.large
     arithmetic = stored.result.arithmetic
     variant = Variant(
-        op, "backward", stored.x, stored.parameter, stored.result.stored, arithmetic, *context.packets, forms, duties, wide, context.max_dims
+        op, "backward", stored.x, stored.parameter, stored.result.stored, arithmetic, *context.packets, forms, duties, large
     )
-    parameters = sum_struct(len(operands), len(context.scalars), count, context.max_dims, wide)()
+    parameters = sum_struct(len(operands), len(context.scalars), count, large)()
     for k, operand in enumerate(operands):
         fill_operand(parameters.operand[k], operand, _ordered(context.layout.strides[k], one.order), width)
     for k, scalar in enumerate(context.scalars):
@@ -138,15 +153,20 @@ def _plan_pass(context: _Context, one: SumLayout) -> Pass:
     return Pass(launch, tuple(begins), _plan_finish(context, finish))
 
 
-def _largest_workspace(context: _Context, one: SumLayout) -> int:
-    """Return the elements of the largest workspace of the pass, which its strides stay below."""
-    extents = context.layout.extents
-    sizes = [math.prod(one.partial_extents(k, extents, extents[0]).values()) for k, role in enumerate(one.roles) if role > Role.EACH]
-    return max(sizes, default=0) * context.packets.width
+def _duties(one: SumLayout, width: int) -> tuple[str, ...]:
+    """Return what an instance is compiled to do with each gradient (enum Duty).
 
-
-# What an instance for packets is compiled to do for a role (enum Duty); one for single elements does all of it.
-_DUTIES = {Role.UNWANTED: "0", Role.EACH: "STORES", Role.COLUMN: "SUMS", Role.ALL: "SUMS", Role.ROW: "SUMS_ROWS"}
+    One for single elements does everything. One for packets does with all parameters what the call needs of any of them: an
+    instance for each combination would run no faster worth mentioning, and there would be ten times as many.
+    """
+    if width == 1:
+        return ("STORES | SUMS | SUMS_ROWS",) * len(one.roles)
+    others = "STORES"
+    if any(role in (Role.COLUMN, Role.ALL) for role in one.roles):
+        others += " | SUMS"
+    if Role.ROW in one.roles:
+        others = "STORES | SUMS | SUMS_ROWS"
+    return ("STORES", *(others,) * (len(one.roles) - 1))
 
 
 def _ordered(strides: Ints, order: Ints) -> Ints:
@@ -200,15 +220,13 @@ def _columns(kept: int, reduced: int) -> int:
 
 
 def _plan_finish(context: _Context, partials: list[tuple[int, _Partial]]) -> tuple[tuple[Launch, Ints], ...]:
-    small = context.max_dims < LARGE_DIMS  # three sums with room for LARGE_DIMS each would not fit the 4 KB of parameters
-    at_once = 3 if small else 1
+    at_once = 1 if context.large else 3  # three sums with room for so many dims would not fit the 4 KB of parameters
     groups = [partials[begin : begin + at_once] for begin in range(0, len(partials), at_once)]
     return tuple((_finish_launch(context, group, at_once), tuple(k for k, _ in group)) for group in groups)
 
 
 def _finish_launch(context: _Context, group: list[tuple[int, _Partial]], at_once: int) -> Launch:
-    wide = context.workspace >= INDEX_LIMIT
-    parameters = partials_struct(at_once, context.max_dims, wide)()
+    parameters = partials_struct(at_once, large)()
     blocks = 1
     for place, (k, partial) in enumerate(group):
         gradient, target = context.gradients[k], parameters.gradient[place]
@@ -226,6 +244,6 @@ def _finish_launch(context: _Context, group: list[tuple[int, _Partial]], at_once
         target.kept_operand[1].dtype = gradient.dtype.code
         blocks = max(blocks, -(-target.kept // target.columns))
     arithmetic = context.stored.result.arithmetic
-    variant = Variant(None, "sum_partials", "", "", "", arithmetic, wide=wide, max_dims=context.max_dims, gradients=at_once)
+    variant = Variant(None, "sum_partials", "", "", "", arithmetic, large=context.large, gradients=at_once)
     slots = "QQ" * len(group)
     return Launch(context.backend.load(variant), (blocks, len(group)), bytes(parameters), slots)
