@@ -226,7 +226,7 @@ def _plan_finish(context: _Context, partials: list[tuple[int, _Partial]]) -> tup
 
 
 def _finish_launch(context: _Context, group: list[tuple[int, _Partial]], at_once: int) -> Launch:
-    parameters = partials_struct(at_once, large)()
+    parameters = partials_struct(at_once, context.large)()
     blocks = 1
     for place, (k, partial) in enumerate(group):
         gradient, target = context.gradients[k], parameters.gradient[place]
