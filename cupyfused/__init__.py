@@ -36,7 +36,9 @@ __all__ = [
 ]
 
 
-if "torch" in sys.modules:  # its operators are there for torch.ops, torch.export.load and pickled graphs without a first call
+if (
+    sys.modules.get("torch") is not None
+):  # its operators are there for torch.ops, torch.export.load and pickled graphs without a first call
     importlib.import_module("._library", __name__)
 
 

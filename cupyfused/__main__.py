@@ -1,4 +1,4 @@
-"""python -m cupyfused demo | doctor"""
+"""python -m cupyfused demo | doctor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cupyfused", description="Fused GPU array operators for Python.")
-    parser.add_argument("--version", action="version", version=f"cupyfused {__version__}", help="print the version and leave")
+    parser.add_argument("--version", action="version", version=f"cupyfused {__version__}", help="Print the version and leave.")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_demo(commands)
@@ -45,19 +45,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    told = "train a small denoiser on a photograph twice, with composed PyTorch and with the fused operator, and compare"
-    demo = commands.add_parser("demo", help=told, description=f"{told.capitalize()}.")
-    demo.add_argument("--steps", type=_positive, default=60, metavar="N", help="training steps of each run (default: %(default)s)")
-    device = "auto, cpu, cuda or cuda:1; auto is cuda where kernels run (default: %(default)s)"
+    told = "Train a small denoiser on a photograph twice, with composed PyTorch and with the fused operator, and compare."
+    demo = commands.add_parser("demo", help=told, description=told)
+    demo.add_argument("--steps", type=_positive, default=60, metavar="N", help="Training steps of each run (default: %(default)s).")
+    device = "One of auto, cpu, cuda and cuda:1; auto is cuda where kernels run (default: %(default)s)."
     demo.add_argument("--device", default="auto", metavar="D", help=device)
-    folder = "folder for the picture (default: %(default)s)"
+    folder = "Folder for the picture (default: %(default)s)."
     demo.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help=folder)
     demo.set_defaults(command=_demo)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    told = "print what is installed, which path each kind of array takes, and the command that mends what is missing"
-    doctor = commands.add_parser("doctor", help=told, description=f"{told.capitalize()}. Exit code 1 if CUDA kernels cannot run.")
+    told = "Print what is installed, which path each kind of array takes, and the command that mends what is missing."
+    doctor = commands.add_parser("doctor", help=told, description=f"{told} Exit code 1 if CUDA kernels cannot run.")
     doctor.set_defaults(command=_doctor)
 
 

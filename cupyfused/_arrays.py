@@ -124,16 +124,18 @@ def _kind_of_type(kind: type) -> Kind | None:
     if issubclass(kind, np.ndarray):
         return NUMPY
     roots = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    if "torch" in roots and "torch" in sys.modules and issubclass(kind, sys.modules["torch"].Tensor):
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and "torch" in roots and issubclass(kind, torch.Tensor):
         return importlib.import_module("cupyfused._torch").TORCH  # type: ignore[no-any-return]
-    if "cupy" in roots and "cupy" in sys.modules and issubclass(kind, sys.modules["cupy"].ndarray):
+    if cupy is not None and "cupy" in roots and issubclass(kind, cupy.ndarray):
         return CUPY
     return None
 
 
 def kind_of(value: Any) -> Kind | None:
     """Return the kind of an array, None for anything else (numbers and other DLPack producers included)."""
-    return _kind_of_type(type(value))
+    kind: type = type(value)
+    return _kind_of_type(kind)
 
 
 def as_number(value: Any) -> bool | int | float | None:
@@ -156,9 +158,13 @@ def open_door(op: Op, kind: Kind, name: str, value: Any, default_float: Dtype, o
         raise _not_an_operand(op, kind, name, value, own, optional)
     told = kind.read(value)
     if told.dtype is None:
-        raise DtypeError(message(op.name, name, expected=f"one of the dtypes {_dtype_names()}", got=f"{value.dtype}", remedy="Convert it first."))
+        raise DtypeError(
+            message(op.name, name, expected=f"one of the dtypes {_dtype_names()}", got=f"{value.dtype}", remedy="Convert it first.")
+        )
     if optional and told.shape:
-        raise OperandError(message(op.name, name, expected="a number, None or a 0-dim array", got=f"an array of shape {told.shape}"))
+        raise OperandError(
+            message(op.name, name, expected="a number, None or a 0-dim array", got=f"an array of shape {told.shape}")
+        )
     typed = Typed(told.dtype, Rank.ARRAY if told.shape else Rank.ZERO_DIM)
     described = Described(told.dtype, Strided(told.shape, told.strides), told.address % 16)
     return Operand(value, described, typed, told.device, told.address)
@@ -172,7 +178,9 @@ def _not_an_operand(op: Op, kind: Kind, name: str, value: Any, own: Kind | None,
     got = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     if own is not None:
         remedy = "Convert one of them; arrays of different libraries are not mixed, so that no copy between them is hidden."
-        return DtypeError(message(op.name, name, expected=f"a {kind.name} like {op.inputs[0]}, or a number", got=f"a {own.name}", remedy=remedy))
+        return DtypeError(
+            message(op.name, name, expected=f"a {kind.name} like {op.inputs[0]}, or a number", got=f"a {own.name}", remedy=remedy)
+        )
     if optional:
         return DtypeError(message(op.name, name, expected="a number, None or a 0-dim array", got=got))
     return DtypeError(message(op.name, name, expected=f"a {kind.name} or a number", got=got))
@@ -193,7 +201,9 @@ def borrow(op: Op, name: str, value: Any) -> Any:
         raise
     except Exception as error:
         remedy = f"Its own words: {type(error).__name__}: {error}"
-        raise DtypeError(message(op.name, name, expected="an array that exports itself through DLPack", got=repr(type(value)), remedy=remedy)) from error
+        raise DtypeError(
+            message(op.name, name, expected="an array that exports itself through DLPack", got=repr(type(value)), remedy=remedy)
+        ) from error
 
 
 def hand_back(result: Any, like: Any) -> Any:

@@ -10,13 +10,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import _layout, _op
-from ._dtypes import fit_number
+from . import _layout
+from ._arrays import Operand
+from ._dtypes import Dtype, fit_number
 from ._layout import Ints, Strided
 from ._op import Call
 from ._plan import Described, storage
 from ._sum_plan import SumPlan, sum_plan
-from ._torch import TORCH, TORCH_DTYPES, check_options, compute_reference, eager_forward, find, is_plain, normalised, runs_kernel, signature
+from ._torch import (
+    TORCH,
+    TORCH_DTYPES,
+    check_options,
+    compute_reference,
+    eager_forward,
+    find,
+    is_plain,
+    normalised,
+    runs_kernel,
+    signature,
+)
 
 if TYPE_CHECKING:
     from ._op import Op
@@ -86,7 +98,7 @@ class _Target:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
-def _describe_gradient(one: _op.Operand) -> Described:
+def _describe_gradient(one: Operand) -> Described:
     """A gradient lies as its input does, where that is dense, so that its memory format is kept."""
     array = one.described.array or Strided((), ())  # a 0-dim CPU tensor beside CUDA arrays
     return Described(one.described.dtype, Strided(array.shape, _layout.like_strides(array)))
@@ -105,7 +117,11 @@ def eager_backward(
     if plan is None:
         return [None if one is None else one.empty(grad_out.device).zero_() for one in targets]
     gradients = [None if one is None else one.empty(grad_out.device) for one in targets]
-    workspace = torch.empty(plan.workspace, dtype=TORCH_DTYPES[plan.workspace_dtype.name], device=grad_out.device) if plan.workspace else None
+    workspace = (
+        torch.empty(plan.workspace, dtype=TORCH_DTYPES[plan.workspace_dtype.name], device=grad_out.device)
+        if plan.workspace
+        else None
+    )
     slots = [_slot(value) for value in values]
     for k in call.items:
         if values[k] is not None:
@@ -117,8 +133,7 @@ def eager_backward(
     try:
         plan.run(stream, operands, scalars, pointers, scratch)
     except (struct.error, OverflowError):
-        fit = [[fit_number(slot, call.dtype) if isinstance(slot, float) else slot for slot in slots] for slots in (operands, scalars)]
-        plan.run(stream, *fit, pointers, scratch)
+        plan.run(stream, _fit(operands, call.dtype), _fit(scalars, call.dtype), pointers, scratch)
     return gradients
 
 
@@ -126,6 +141,10 @@ def _slot(value: Any) -> int | float:
     if isinstance(value, Tensor):
         return value.data_ptr()
     return 0 if value is None else value  # type: ignore[no-any-return]
+
+
+def _fit(slots: Sequence[int | float], dtype: Dtype) -> list[int | float]:
+    return [fit_number(slot, dtype) if isinstance(slot, float) else slot for slot in slots]
 
 
 def _plan(

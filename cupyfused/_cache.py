@@ -24,7 +24,12 @@ _warned = False
 def folder() -> Path:
     """Return the cache folder: `CUPYFUSED_CACHE_DIR`, else the user's cache folder of this system."""
     named = os.environ.get(ENVIRONMENT_VARIABLE)
-    return Path(named) if named else Path(platformdirs.user_cache_dir("cupyfused", appauthor=False))
+    if named:
+        return Path(named)
+    try:
+        return Path(platformdirs.user_cache_dir("cupyfused", appauthor=False))
+    except RuntimeError as error:  # a user without a home folder
+        raise FileNotFoundError(str(error)) from error
 
 
 def is_writable() -> bool:
@@ -39,8 +44,8 @@ def is_writable() -> bool:
 
 def load(key: str) -> bytes | None:
     """Return what was stored under `key`; None where there is nothing, or nothing that can be trusted."""
-    path = folder() / key
     try:
+        path = folder() / key
         if not _is_private(path):
             return None
         content = path.read_bytes()
@@ -84,7 +89,7 @@ def _warn_once(error: OSError) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"cupyfused keeps compiled kernels in memory only: {folder()} cannot be used ({error}). "
+            f"cupyfused keeps compiled kernels in memory only: its cache folder cannot be used ({error}). "
             f"Set {ENVIRONMENT_VARIABLE} to a folder that you can write to.",
             stacklevel=2,
         )

@@ -105,7 +105,7 @@ def gather() -> Facts:
         cupy_distributions=_attempt(_cupy_distributions)[0] or (),
         nvrtc=Library(_dotted(nvrtc), nvrtc) if nvrtc else Library(problem=problem),
         driver=_ask_driver(_kernel.architecture if nvrtc else None),
-        cache=str(_attempt(_cache.folder)[0]),
+        cache=" ".join(str(one) for one in _attempt(_cache.folder) if one),
         cache_is_writable=bool(_attempt(_cache.is_writable)[0]),
     )
 
@@ -114,7 +114,7 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
     """Return a result and "", or None and the words of the error."""
     try:
         return function(), ""
-    except Exception as error:  # noqa: BLE001 - a broken library raises anything
+    except Exception as error:  # a broken library raises anything
         cause = error.__cause__ or error  # what cupyfused's own errors advise beyond it is said elsewhere here
         return None, " ".join(f"{type(cause).__name__}: {cause}".split())
 
@@ -225,7 +225,7 @@ def _cupy_remedies(facts: Facts) -> Iterator[Remedy]:
         yield Remedy(f"CuPy: {cupy.problem}", install if cupy.problem == NOT_INSTALLED else replace)
     elif (_parsed(cupy.version) or (0, 0)) < (14, 0):
         yield Remedy(f"CuPy {cupy.version} is too old: 14 is the first to find NVRTC in its wheel", replace)
-    elif cupy.cuda and running and cupy.cuda[0] > max(12, running[0]):
+    elif cupy.cuda and running and 12 <= running[0] < cupy.cuda[0]:
         yield Remedy(f"CuPy is built for CUDA {_dotted(cupy.cuda)}, the driver runs CUDA {_dotted(running)} at most", replace)
     elif cupy.cuda and torch.cuda and cupy.cuda[0] not in (torch.cuda[0], wanted):
         problem = f"PyTorch {torch.version} is built for CUDA {torch.cuda[0]}, CuPy {cupy.version} for CUDA {cupy.cuda[0]}"
@@ -247,7 +247,7 @@ def _torch_remedies(facts: Facts) -> Iterator[Remedy]:
         yield Remedy(problem, "pip install --upgrade 'cupyfused[torch]'", blocks=("torch",))
     elif torch.cuda is None and facts.driver.gpus:
         yield Remedy(f"PyTorch {torch.version} is built without CUDA, and there is a GPU", replace, blocks=())
-    elif torch.cuda and running and torch.cuda[0] > running[0]:
+    elif torch.cuda and running and 12 <= running[0] < torch.cuda[0]:
         problem = f"PyTorch is built for CUDA {_dotted(torch.cuda)}, the driver runs CUDA {_dotted(running)} at most"
         yield Remedy(problem, f"install a newer NVIDIA driver: {DRIVERS}, or: {replace}", blocks=("torch",))
 

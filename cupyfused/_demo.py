@@ -208,7 +208,7 @@ def run(steps: int, device_name: str, output: Path) -> int:
         operators: dict[str, Operator] = {"composed": composed, "fused": fused_scale_bias_clamp}
         runs = {name: train(operator, scene, size, steps, name) for name, operator in operators.items()}
     console.print(_loss_table(runs), _cost_table(runs))
-    difference = max(abs(a - b) for a, b in zip(runs["composed"].losses, runs["fused"].losses))
+    difference = max(abs(a - b) for a, b in zip(runs["composed"].losses, runs["fused"].losses, strict=True))
     console.print(f"Largest difference of the losses: {difference:.2g}")
     output.mkdir(parents=True, exist_ok=True)
     save_picture(output / PICTURE, scene, runs, difference)

@@ -6,11 +6,13 @@ numbers are parameters. The cubin is kept by `_cache`, keyed by everything that 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import importlib
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -26,7 +28,20 @@ from .errors import CompileError, CudaError
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["BLOCK", "LARGE_DIMS", "SMALL_DIMS", "Variant", "compile_cubin", "cubin", "cuda_text", "import_cupy", "load", "max_dims", "nvrtc_version", "raw_kernel"]
+__all__ = [
+    "BLOCK",
+    "LARGE_DIMS",
+    "SMALL_DIMS",
+    "Variant",
+    "compile_cubin",
+    "cubin",
+    "cuda_text",
+    "import_cupy",
+    "load",
+    "max_dims",
+    "nvrtc_version",
+    "raw_kernel",
+]
 
 BLOCK = 256  # threads; 16-byte vectors, one a thread, ran at 4,382 GB/s with 256 on an H200 where a device copy ran at 4,205
 SMALL_DIMS = 8  # collapsed dims that a kernel's parameters have room for
@@ -61,7 +76,9 @@ class Variant:
 
     def describe(self) -> str:
         """Name it in an error message."""
-        layout = f"{self.items} packets of {self.width}, {' '.join((*self.forms, *self.duties))}, {64 if self.large else 32}-bit index"
+        layout = (
+            f"{self.items} packets of {self.width}, {' '.join((*self.forms, *self.duties))}, {64 if self.large else 32}-bit index"
+        )
         return f"{self.kernel_name} (x {self.x}, parameters {self.parameter}, result {self.result}; {layout})"
 
     def source(self) -> str:
@@ -90,7 +107,11 @@ class Variant:
         forward = self.direction == "forward"
         first, *others = op.inputs
         inputs = [(first, self.x), *((name, self.parameter) for name in others)]
-        result = ("result" if forward else "grad_out", self.result, "EITHER" if self.width == 1 else "PACKETS" if forward else "SPREAD")
+        result = (
+            "result" if forward else "grad_out",
+            self.result,
+            "EITHER" if self.width == 1 else "PACKETS" if forward else "SPREAD",
+        )
         operands = [result, *((*one, form) for one, form in zip(inputs, self.forms))]
         scalars = [*op.options, *(() if forward else op.backward_numbers)]
         arguments = [f"ELEMENT_OF({name})" for name in op.inputs] + list(op.options)
@@ -129,9 +150,10 @@ def cuda_text(name: str) -> str:
 @functools.cache
 def import_cupy() -> ModuleType:
     """Import CuPy, or say what is missing and which command brings it."""
-    if "CUPY_CACHE_DIR" not in os.environ and not _can_make(Path.home() / ".cupy"):
+    if "CUPY_CACHE_DIR" not in os.environ and not _can_make("~/.cupy"):
         # `import cupy` makes this folder and dies where it cannot (FileNotFoundError or PermissionError in CuPy 14.2).
-        os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cupyfused-cupy-")
+        os.environ["CUPY_CACHE_DIR"] = private = tempfile.mkdtemp(prefix="cupyfused-cupy-")
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
     try:
         return importlib.import_module("cupy")
     except Exception as error:  # a broken CuPy raises whatever its own imports raise
@@ -141,8 +163,9 @@ def import_cupy() -> ModuleType:
         ) from error
 
 
-def _can_make(path: Path) -> bool:
-    with contextlib.suppress(OSError):
+def _can_make(folder: str) -> bool:
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder at all
+        path = Path(folder).expanduser()
         path.mkdir(exist_ok=True)
         return os.access(path, os.W_OK)
     return False
@@ -198,7 +221,9 @@ def compile_cubin(variant: Variant, arch: str) -> bytes:
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
         major, minor = nvrtc_version()
-        raise CompileError(f"{variant.describe()} does not compile for {arch} with NVRTC {major}.{minor}, options {' '.join(options)}:\n{log}") from error
+        raise CompileError(
+            f"{variant.describe()} does not compile for {arch} with NVRTC {major}.{minor}, options {' '.join(options)}:\n{log}"
+        ) from error
     finally:
         nvrtc.destroyProgram(program)
 

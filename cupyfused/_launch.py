@@ -82,12 +82,20 @@ def _driver_launch() -> Callable[..., None] | None:
         return None
     _kernel.import_cupy()
     try:
-        return importlib.import_module("cupy_backends.cuda.api.driver").launchKernel
+        launch: Callable[..., None] = importlib.import_module("cupy_backends.cuda.api.driver").launchKernel
+        return launch
     except (ImportError, AttributeError):
         return None
 
 
-_devices_of_thread = threading.local()
+class _Thread(threading.local):
+    """The devices that a thread has a CUDA context for."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_thread = _Thread()
 
 
 def cuda_launcher(variant: _kernel.Variant, device: int) -> Launcher:
@@ -101,13 +109,13 @@ def cuda_launcher(variant: _kernel.Variant, device: int) -> Launcher:
     debug = os.environ.get("CUPYFUSED_DEBUG") == "1"
 
     def launch(grid: tuple[int, int], buffer: Buffer, stream: int) -> None:
-        seen = _devices_of_thread.__dict__
+        seen = _thread.devices
         current = get_device()
         # A thread of autograd has no CUDA context until a device is set in it, whatever getDevice says.
         switch = current != device or device not in seen
         if switch:
             set_device(device)
-            seen[device] = True
+            seen.add(device)
         try:
             enqueue(grid, buffer, stream)
             if debug:

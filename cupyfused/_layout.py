@@ -56,7 +56,10 @@ def broadcast_shapes(shapes: Sequence[Ints]) -> Ints | None:
 def broadcast_strides(operand: Strided, shape: Ints) -> Ints:
     """Return the strides that walk `operand` over `shape`: 0 along the dims that it does not have."""
     missing = len(shape) - len(operand.shape)
-    own = (0 if extent == 1 and whole != 1 else stride for extent, stride, whole in zip(operand.shape, operand.strides, shape[missing:]))
+    own = (
+        0 if extent == 1 and whole != 1 else stride
+        for extent, stride, whole in zip(operand.shape, operand.strides, shape[missing:])
+    )
     return (0,) * missing + tuple(own)
 
 
@@ -115,9 +118,9 @@ def result_strides(shape: Ints, operands: Sequence[Strided]) -> Ints:
     if all(operand.shape == shape for operand in operands):
         if all(map(is_contiguous, operands)):
             return contiguous_strides(shape)
-        order = _CHANNELS_LAST.get(len(shape))
-        if order is not None and all(is_contiguous(operand, order) for operand in operands):
-            return tuple(max(stride, 1) for stride in contiguous_strides(shape, order))
+        channels_last = _CHANNELS_LAST.get(len(shape))
+        if channels_last is not None and all(is_contiguous(operand, channels_last) for operand in operands):
+            return contiguous_strides(shape, channels_last)
         if all(operand.strides == operands[0].strides and is_dense(operand) for operand in operands):
             return operands[0].strides
     order = _order(shape, [broadcast_strides(operand, shape) for operand in operands])

@@ -17,7 +17,7 @@ import torch.utils._python_dispatch
 from torch import Tensor
 
 from . import _autograd, _op, _torch
-from ._dtypes import Dtype, Rank, Typed, number_dtype, result_type
+from ._dtypes import Dtype, Rank, Typed, number_dtype
 from ._op import Op
 
 _disable_current_modes = getattr(torch.utils._python_dispatch, "_disable_current_modes", contextlib.nullcontext)
@@ -71,11 +71,7 @@ def _as_tensor(number: bool | int | float) -> Tensor:
 def _result_dtype(op: Op, values: Sequence[Any]) -> torch.dtype:
     """Fold promotion over the operands; from their dtypes alone, so that Dynamo can follow."""
     default = _torch.DTYPES[torch.get_default_dtype()]
-    typed = _typed(values[0], default)
-    for value in values[1:]:
-        if value is not None:
-            typed = result_type(typed, _typed(value, default))
-    return _torch.TORCH_DTYPES[typed.dtype.name]
+    return _torch.TORCH_DTYPES[_op.fold_types([_typed(value, default) for value in values if value is not None]).name]
 
 
 def _typed(value: Any, default: Dtype) -> Typed:
@@ -92,7 +88,10 @@ def _number_options(op: Op, values: Sequence[Any], rules: Sequence[float] | None
     inputs = len(op.inputs)
     if rules is None or tuple(rules) != op.known_rules[False] or tuple(rules) == op.known_rules[True]:
         return list(values)
-    return [value.item() if k >= inputs and isinstance(value, Tensor) and value.device.type == "cpu" else value for k, value in enumerate(values)]
+    return [
+        value.item() if k >= inputs and isinstance(value, Tensor) and value.device.type == "cpu" else value
+        for k, value in enumerate(values)
+    ]
 
 
 def _forward(op: Op, *values: Any, dtype: torch.dtype | None = None, rules: Sequence[float] | None = None) -> Tensor:
@@ -119,7 +118,9 @@ def _backward(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], rule
         call = _torch.find(op, values, "auto", key, dtype)
         gradients = _autograd.eager_backward(op, call, grad_out, values, mask, rules)
         return tuple(one if one is None else one.to(value.device) for one, value in zip(gradients, values))
-    return tuple(_autograd.composed_gradients(op, _reference_call(op, values, dtype), grad_out, _number_options(op, values, rules), mask))
+    return tuple(
+        _autograd.composed_gradients(op, _reference_call(op, values, dtype), grad_out, _number_options(op, values, rules), mask)
+    )
 
 
 def _reference_call(op: Op, values: Sequence[Any], dtype: Any) -> _op.Call:
@@ -127,7 +128,9 @@ def _reference_call(op: Op, values: Sequence[Any], dtype: Any) -> _op.Call:
     return _torch.find(op, values, "reference", key, dtype)
 
 
-def _backward_fake(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], rules: Sequence[float]) -> tuple[Tensor | None, ...]:
+def _backward_fake(
+    op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], rules: Sequence[float]
+) -> tuple[Tensor | None, ...]:
     return tuple(torch.empty_like(value) if asked else None for value, asked in zip(values, mask))
 
 

@@ -16,13 +16,13 @@ import numpy as np
 
 from . import _arrays, _dlpack, _kernel, _layout
 from ._arrays import Kind, Operand
-from ._dtypes import BY_NAME, Dtype, fit_number, result_type
-from ._layout import Ints, Strided
+from ._dtypes import BY_NAME, Dtype, Rank, Typed, fit_number, result_type
 from ._launch import Launch
+from ._layout import Ints, Strided
 from ._plan import Backend, Described, map_plan
 from .errors import CudaError, DtypeError, OperandError, message
 
-__all__ = ["Call", "Op", "decide", "open_operands", "run"]
+__all__ = ["Call", "Op", "Rank", "Typed", "decide", "fold_types", "open_operands", "run"]
 
 _MAX_CALLS = 4096  # signatures remembered for an op; a program with more than that starts over
 _CAST = {"float16": "float32", "bfloat16": "float32"}
@@ -121,7 +121,8 @@ class Op:
 
 def _torch_call(x: Any) -> Callable[..., Any] | None:
     """Return the entry for PyTorch tensors if `x` is one; PyTorch is never imported for anything else."""
-    if "torch" not in sys.modules or not isinstance(x, sys.modules["torch"].Tensor):
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
         return None
     from . import _library, _torch
 
@@ -148,7 +149,8 @@ def open_operands(op: Op, kind: Kind, values: Sequence[Any], default_float: Dtyp
     """Take every argument through the door and check that they stand on one device."""
     names = (*op.inputs, *op.options)
     operands = [
-        _arrays.open_door(op, kind, name, value, default_float, optional=k >= len(op.inputs)) for k, (name, value) in enumerate(zip(names, values))
+        _arrays.open_door(op, kind, name, value, default_float, optional=k >= len(op.inputs))
+        for k, (name, value) in enumerate(zip(names, values))
     ]
     x = operands[0]
     for k, (name, one) in enumerate(zip(names, operands)):
@@ -169,16 +171,22 @@ def device_name(device: _arrays.Device | None) -> str:
     return f"cuda:{device[1]}" if device[0] == _dlpack.CUDA else f"{device[0]}:{device[1]}"
 
 
-def result_dtype(op: Op, operands: Sequence[Operand]) -> Dtype:
+def fold_types(typed: Sequence[Typed]) -> Dtype:
     """Return the dtype of the composed expression: each operand in turn, as PyTorch promotes."""
-    typed = operands[0].typed
-    assert typed is not None
-    for one in operands[1:]:
-        if one.typed is not None:
-            typed = result_type(typed, one.typed)
-    if typed.dtype.name == "bool" and not op.takes_bool:
-        raise DtypeError(message(op.name, op.inputs[0], expected="a result that is not bool", got="bool", remedy="Convert x first."))
-    return typed.dtype
+    result = typed[0]
+    for one in typed[1:]:
+        result = result_type(result, one)
+    return result.dtype
+
+
+def result_dtype(op: Op, operands: Sequence[Operand]) -> Dtype:
+    """Return the dtype of a call's result."""
+    dtype = fold_types([one.typed for one in operands if one.typed is not None])
+    if dtype.name == "bool" and not op.takes_bool:
+        raise DtypeError(
+            message(op.name, op.inputs[0], expected="a result that is not bool", got="bool", remedy="Convert x first.")
+        )
+    return dtype
 
 
 def decide(op: Op, operands: tuple[Operand, ...], out: Operand | None, backend: Backend | None, dtype: Dtype | None = None) -> Call:
@@ -229,13 +237,19 @@ def _check_out(op: Op, out: Operand, operands: Sequence[Operand], shape: Ints, d
     if out.device != device:
         raise OperandError(message(op.name, "out", expected=f"device {device_name(device)}", got=device_name(out.device)))
     if _layout.overlaps_itself(geometry):
-        raise OperandError(message(op.name, "out", expected="elements that each have a place of their own", got=f"strides {geometry.strides}"))
+        raise OperandError(
+            message(op.name, "out", expected="elements that each have a place of their own", got=f"strides {geometry.strides}")
+        )
     for name, one in zip((*op.inputs, *op.options), operands):
         own = one.described.array
         same = own is not None and one.address == out.address and own == geometry and one.described.dtype is told.dtype
         if own is not None and not same and _share_memory(one, out):
             remedy = "Pass x itself or an array of its own."
-            raise OperandError(message(op.name, "out", expected=f"memory apart from {name}, or {name} itself", got="a partial overlap", remedy=remedy))
+            raise OperandError(
+                message(
+                    op.name, "out", expected=f"memory apart from {name}, or {name} itself", got="a partial overlap", remedy=remedy
+                )
+            )
 
 
 class _Extent:
@@ -256,7 +270,7 @@ class _Extent:
 def _share_memory(a: Operand, b: Operand) -> bool:
     first, second = np.asarray(_Extent(a)), np.asarray(_Extent(b))
     try:
-        return bool(np.shares_memory(first, second, max_work=100_000))
+        return bool(np.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]  # NumPy's stub knows 0 and -1 only
     except np.exceptions.TooHardError:
         return True
 
@@ -299,7 +313,9 @@ def choose_backend(op: Op, impl: str, device: _arrays.Device) -> Backend | None:
         return None
     if impl == "cuda":
         if not on_cuda:
-            raise CudaError(message(op.name, "impl", expected="CUDA arrays with impl='cuda'", got=f"arrays on {device_name(device)}"))
+            raise CudaError(
+                message(op.name, "impl", expected="CUDA arrays with impl='cuda'", got=f"arrays on {device_name(device)}")
+            )
         return _arrays.cuda_backend(device[1])
     if on_cuda:
         raise CudaError(message(op.name, "impl", expected="CPU arrays with impl='host'", got=f"arrays on {device_name(device)}"))

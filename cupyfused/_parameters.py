@@ -22,12 +22,22 @@ def _struct(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
 @functools.cache
 def _operand_struct(large: bool) -> Any:
     stride = ctypes.c_int64 if large else ctypes.c_int32
-    return _struct("Operand", [("stride", stride * max_dims(large)), ("step", ctypes.c_int32), ("access", ctypes.c_uint8), ("dtype", ctypes.c_uint8)])
+    return _struct(
+        "Operand",
+        [("stride", stride * max_dims(large)), ("step", ctypes.c_int32), ("access", ctypes.c_uint8), ("dtype", ctypes.c_uint8)],
+    )
 
 
 @functools.cache
 def _dims_struct(large: bool) -> Any:
-    return _struct("Dims", [("extent", ctypes.c_uint64 * max_dims(large)), ("magic", ctypes.c_uint32 * max_dims(large)), ("shift", ctypes.c_uint8 * max_dims(large))])
+    return _struct(
+        "Dims",
+        [
+            ("extent", ctypes.c_uint64 * max_dims(large)),
+            ("magic", ctypes.c_uint32 * max_dims(large)),
+            ("shift", ctypes.c_uint8 * max_dims(large)),
+        ],
+    )
 
 
 _Scalar = _struct("Scalar", [("access", ctypes.c_uint8), ("dtype", ctypes.c_uint8)])

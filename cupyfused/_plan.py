@@ -22,7 +22,21 @@ from .errors import OperandError, message
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["Backend", "Described", "Packets", "Storage", "choose_form", "choose_packets", "fill_operand", "fill_scalar", "fill_tail", "is_large", "map_plan", "slot_format", "storage"]
+__all__ = [
+    "Backend",
+    "Described",
+    "Packets",
+    "Storage",
+    "choose_form",
+    "choose_packets",
+    "fill_operand",
+    "fill_scalar",
+    "fill_tail",
+    "is_large",
+    "map_plan",
+    "slot_format",
+    "storage",
+]
 
 ABSENT, NUMBER, ARRAY, VECTOR = range(4)  # enum Access of cuda_src/common.cuh
 PACKET_BYTES = 16
@@ -30,7 +44,7 @@ _SLACK = 1 << 20  # indices beyond the last that a whole grid of threads may cou
 MAX_ITEMS = 4  # single elements a thread; each more makes the kernel longer to compile
 # Pairs of x and result with a kernel of their own. Any other pair loads through a run-time switch: a kernel for each would be
 # some 50 pairs, times what layouts and architectures make of them.
-_MIXED = {("uint8", "float32"), ("float16", "float32"), ("bfloat16", "float32")}
+MIXED = {("uint8", "float32"), ("float16", "float32"), ("bfloat16", "float32")}
 
 
 class Described(NamedTuple):
@@ -75,7 +89,7 @@ def storage(inputs: Sequence[Described], result: Dtype) -> Storage:
     x, *parameters = inputs
     assert x.dtype is not None
     alike = all(one.array is None or one.dtype is result for one in parameters)
-    known = x.dtype is result or (x.dtype.name, result.name) in _MIXED
+    known = x.dtype is result or (x.dtype.name, result.name) in MIXED
     if alike and known and result.category > 0:
         return Storage(x.dtype.name, result.name, result)
     return Storage("any_dtype", "any_dtype", result)

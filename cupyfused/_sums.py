@@ -184,7 +184,7 @@ def _cost(layout: SumLayout, extents: Ints, width: int, items: int, summed: Sequ
     alone = sum(marks is not None for marks in summed) == 1
     turn = BLOCK // layout.position_lanes * items
     turns = -(-layout.loop_per_split // turn)
-    cost = layout.blocks * BLOCK * items * (turns + _BLOCK_OVERHEAD)
+    cost: float = layout.blocks * BLOCK * items * (turns + _BLOCK_OVERHEAD)
     for k, role in enumerate(layout.roles):
         if role in (Role.UNWANTED, Role.EACH):
             continue

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.autograd.forward_ad
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from . import _arrays, _dlpack, _op
 from ._arrays import Device
@@ -30,7 +30,19 @@ from .errors import CudaError, DtypeError, OperandError, message
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["DTYPES", "TORCH", "TORCH_DTYPES", "call", "compute_reference", "eager_forward", "find", "is_plain", "normalised", "runs_kernel", "signature"]
+__all__ = [
+    "DTYPES",
+    "TORCH",
+    "TORCH_DTYPES",
+    "call",
+    "compute_reference",
+    "eager_forward",
+    "find",
+    "is_plain",
+    "normalised",
+    "runs_kernel",
+    "signature",
+]
 
 DTYPES: dict[torch.dtype, Dtype] = {getattr(torch, name): dtype for name, dtype in BY_NAME.items()}
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BY_NAME}
@@ -144,7 +156,9 @@ def runs_kernel(op: Op, x: Tensor, impl: str) -> bool:
     if impl == "reference":
         return False
     if not x.is_cuda and x.device.type != "cpu":
-        raise CudaError(message(op.name, "impl", expected="CUDA tensors", got=f"a tensor on {x.device}", remedy="Pass impl='reference'."))
+        raise CudaError(
+            message(op.name, "impl", expected="CUDA tensors", got=f"a tensor on {x.device}", remedy="Pass impl='reference'.")
+        )
     return True
 
 
@@ -153,7 +167,9 @@ def check_options(op: Op, values: Sequence[Any]) -> None:
     for name, value in zip(op.options, values[len(op.inputs) :]):
         if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
             remedy = f"Pass {name}.detach(); gradients are taken of {', '.join(op.inputs)} only."
-            raise OperandError(message(op.name, name, expected="a bound without gradient", got="one with requires_grad", remedy=remedy))
+            raise OperandError(
+                message(op.name, name, expected="a bound without gradient", got="one with requires_grad", remedy=remedy)
+            )
 
 
 # ---- forward ------------------------------------------------------------------------------------------------------------
@@ -243,10 +259,14 @@ def _call_out(op: Op, values: Sequence[Any], out: Tensor, impl: str, needs_gradi
         raise DtypeError(message(op.name, "out", expected="a torch.Tensor", got=type(out).__name__))
     if needs_gradient or (torch.is_grad_enabled() and out.requires_grad):
         remedy = "Call it without out=, or under torch.no_grad()."
-        raise OperandError(message(op.name, "out", expected="no gradient to be asked for", got="an input or out with requires_grad", remedy=remedy))
+        raise OperandError(
+            message(op.name, "out", expected="no gradient to be asked for", got="an input or out with requires_grad", remedy=remedy)
+        )
     if not is_plain((*values, out)):
         remedy = "Call it without out=."
-        raise OperandError(message(op.name, "out", expected="a plain eager call", got="a traced, transformed or subclassed one", remedy=remedy))
+        raise OperandError(
+            message(op.name, "out", expected="a plain eager call", got="a traced, transformed or subclassed one", remedy=remedy)
+        )
     values = normalised(values)
     operands = _open(op, values, out=out)
     device = operands[0].device

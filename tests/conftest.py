@@ -43,7 +43,7 @@ _own_cache = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "ignore:.torch.jit:DeprecationWarning")  # raised inside PyTorch by its own clamp, jvp and trace
+    config.addinivalue_line("filterwarnings", "ignore:.torch.jit")  # PyTorch warns of what its own clamp and jvp call inside
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # matrix products are refused in deterministic mode without it
     if hasattr(config, "workerinput"):
         return  # a worker of xdist inherits the folder of the session, so a kernel is built once for all of them

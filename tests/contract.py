@@ -6,12 +6,13 @@ The pieces: `checks` (the op as the contract sees it, tolerances, comparisons), 
 
 from __future__ import annotations
 
-from checks import TOLERANCE, OpUnderTest, assert_close, assert_same, check_forward, check_gradients, draw_arguments, in_float64
+from checks import TOLERANCE, OpUnderTest, assert_close, assert_same, check_forward, check_gradients, draw_arguments
+from contract_calls import Calls
 from contract_gradients import Gradients
 from contract_values import Values
 
-__all__ = ["TOLERANCE", "Contract", "OpUnderTest", "assert_close", "assert_same", "check_forward", "check_gradients", "draw_arguments", "in_float64"]
+__all__ = ["TOLERANCE", "Contract", "OpUnderTest", "assert_close", "assert_same", "check_forward", "check_gradients", "draw_arguments"]
 
 
-class Contract(Values, Gradients):
+class Contract(Values, Gradients, Calls):
     """All checks."""

@@ -16,6 +16,14 @@ from torch import Tensor
 __all__ = ["Values"]
 
 MIXED = [pair for pair in itertools.product(FLOATS, FLOATS) if pair[0] != pair[1]]
+LAID_OUT = (
+    ((5, 7), torch.float32),
+    ((1, 1, 3), torch.float32),
+    ((2, 3, 5, 7), torch.bfloat16),
+    ((2, 8, 2, 16), torch.bfloat16),
+    ((2, 8, 2, 16), torch.float32),
+    ((2, 3, 2, 5, 7), torch.float32),
+)
 SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.5, -2.0, 1e-40)
 
 
@@ -31,10 +39,11 @@ class Values:
         for options in self.op.options:
             check_forward(self.op, target, arguments, options)
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-    @pytest.mark.parametrize("shape", [(5, 7), (1, 1, 3), (2, 3, 5, 7), (2, 8, 4, 16), (2, 3, 5, 7, 11)], ids=str)
+    @pytest.mark.parametrize(("shape", "dtype"), LAID_OUT, ids=str)
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_layouts(self, target: Target, generator: torch.Generator, layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def test_layouts(
+        self, target: Target, generator: torch.Generator, layout: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
         """In x alone, in every input, and in the inputs beside a contiguous x."""
         for layouts in ([layout, "contiguous"], [layout], ["contiguous", layout]):
             arguments = draw_arguments(self.op, generator, (shape, shape[1:], shape), [dtype], target.device, layouts)
@@ -67,7 +76,9 @@ class Values:
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     @pytest.mark.parametrize("x_dtype", [torch.uint8, torch.int64], ids=str)
-    def test_integer_x_with_floating_parameters(self, target: Target, generator: torch.Generator, x_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    def test_integer_x_with_floating_parameters(
+        self, target: Target, generator: torch.Generator, x_dtype: torch.dtype, dtype: torch.dtype
+    ) -> None:
         for shape in ((16,), ()):
             arguments = draw_arguments(self.op, generator, ((5, 16), shape, shape), [x_dtype, dtype], target.device)
             check_forward(self.op, target, arguments, self.op.options[0])
@@ -79,7 +90,11 @@ class Values:
         for options in self.op.integer_options:
             check_forward(self.op, target, [value.to(target.device) for value in full[: len(self.op.inputs)]], options)
 
-    @pytest.mark.parametrize(("x_dtype", "dtype"), [(torch.uint8, torch.int8), (torch.uint8, torch.int64), (torch.int32, torch.int16), (torch.bool, torch.int16)], ids=str)
+    @pytest.mark.parametrize(
+        ("x_dtype", "dtype"),
+        [(torch.uint8, torch.int8), (torch.uint8, torch.int64), (torch.int32, torch.int16), (torch.bool, torch.int16)],
+        ids=str,
+    )
     def test_mixed_integers(self, target: Target, generator: torch.Generator, x_dtype: torch.dtype, dtype: torch.dtype) -> None:
         for shape in ((7,), ()):
             if x_dtype is torch.bool and not shape and not self.op.takes_bool:
@@ -111,8 +126,19 @@ class Values:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
     @pytest.mark.parametrize("value", [2, 1, -3])
     def test_every_spelling_of_a_number(self, target: Target, generator: torch.Generator, value: int, dtype: torch.dtype) -> None:
-        spelled: list[Any] = [value, np.float16(value), np.float32(value), np.float64(value), np.int64(value), np.int8(value), np.array(float(value)), np.array(value)]
-        spelled += [torch.tensor(value, dtype=kind) for kind in (torch.float32, torch.float64, torch.int64)]  # on the CPU beside CUDA too
+        spelled: list[Any] = [
+            value,
+            np.float16(value),
+            np.float32(value),
+            np.float64(value),
+            np.int64(value),
+            np.int8(value),
+            np.array(float(value)),
+            np.array(value),
+        ]
+        spelled += [
+            torch.tensor(value, dtype=kind) for kind in (torch.float32, torch.float64, torch.int64)
+        ]  # on the CPU beside CUDA too
         spelled += [one.to(target.device) for one in spelled if isinstance(one, Tensor)]
         spelled += [True, np.True_, np.array(True)] if value == 1 else []
         x = draw(generator, (5, 16), dtype, target.device)
@@ -129,7 +155,10 @@ class Values:
             spelled = [option if option is None else make(option) for option in options]
             assert_same(target.run(self.op.call, *arguments, *spelled), expected)
 
-    @pytest.mark.parametrize(("dtype", "number"), [(torch.float32, 1e300), (torch.bfloat16, -1e300), (torch.int32, 2**40 + 3), (torch.uint8, -5), (torch.int8, 300)])
+    @pytest.mark.parametrize(
+        ("dtype", "number"),
+        [(torch.float32, 1e300), (torch.bfloat16, -1e300), (torch.int32, 2**40 + 3), (torch.uint8, -5), (torch.int8, 300)],
+    )
     def test_numbers_beyond_the_dtype(self, target: Target, generator: torch.Generator, dtype: torch.dtype, number: float) -> None:
         """Floats overflow to infinity and integers wrap, as in the composed expression."""
         x = draw(generator, (5, 16), dtype, target.device)

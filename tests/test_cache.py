@@ -165,7 +165,9 @@ def test_any_changed_byte_is_a_miss(folder: Path) -> None:
     assert _cache.load(KEY) is not None
 
 
-@pytest.mark.parametrize("change", [lambda whole: whole[:-1], lambda whole: whole[:40], lambda whole: whole[:32], lambda whole: whole[:10]])
+@pytest.mark.parametrize(
+    "change", [lambda whole: whole[:-1], lambda whole: whole[:40], lambda whole: whole[:32], lambda whole: whole[:10]]
+)
 def test_a_truncated_entry_is_a_miss(folder: Path, change: Callable[[bytes], bytes]) -> None:
     _cache.store(KEY, secrets.token_bytes(100))
     (folder / KEY).write_bytes(change((folder / KEY).read_bytes()))

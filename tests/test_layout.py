@@ -66,7 +66,10 @@ def laid_out(draw: st.DrawFn, shape: Ints) -> Strided:
         return strided(torch.empty(own).expand(shape))
     if memory == "odd_strides":
         # Dims of extent 1 have strides that nobody walks, yet the strides of results depend on them.
-        odd = (draw(st.sampled_from([0, 1, 2, 7, 64])) if extent == 1 else own for extent, own in zip(shape, nested(shape, order).stride()))
+        odd = (
+            draw(st.sampled_from([0, 1, 2, 7, 64])) if extent == 1 else own
+            for extent, own in zip(shape, nested(shape, order).stride())
+        )
         return Strided(shape, tuple(odd))
     if memory == "windows":
         return Strided(shape, (1,) * len(shape))

@@ -98,7 +98,9 @@ def walk(one: SumLayout, extents: Ints, width: int, items: int) -> Iterator[Visi
             for item in range(items):
                 step = turn + item * rows + row
                 takes = (step < stop) & (position < one.positions)
-                index: dict[str | int, np.ndarray] = dict(zip(one.order[begin:end], decompose(step[takes], kernel_extents[begin:end])))
+                index: dict[str | int, np.ndarray] = dict(
+                    zip(one.order[begin:end], decompose(step[takes], kernel_extents[begin:end]))
+                )
                 fixed = {"split": split, "tile": tile} | dict(zip(one.order[end:], grid))
                 index |= {key: np.full(takes.sum(), at) for key, at in fixed.items()} | {"step": step[takes]}
                 if one.has_position:
@@ -208,7 +210,9 @@ COMMON = {
 
 @pytest.mark.parametrize("name", COMMON)
 @pytest.mark.parametrize(("width", "items"), [(8, 1), (4, 1), (1, 4)])
-def test_common_shapes_take_one_pass_that_keeps_a_device_busy(monkeypatch: pytest.MonkeyPatch, name: str, width: int, items: int) -> None:
+def test_common_shapes_take_one_pass_that_keeps_a_device_busy(
+    monkeypatch: pytest.MonkeyPatch, name: str, width: int, items: int
+) -> None:
     monkeypatch.setattr(_sums, "_WORKSPACE_FREE", 1 << 18)
     extents, summed = COMMON[name]
     for asked in itertools.product([True, False], repeat=len(summed)):

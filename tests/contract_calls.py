@@ -1,0 +1,317 @@
+"""The calling part of the contract: `out=`, grad modes, what is saved, functorch, autograd's corners, NumPy and CuPy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checks import OpUnderTest, assert_same, assert_unwritten, draw_arguments, snapshot
+from layouts import LAYOUTS, Shapes, draw, flipped, lay
+from targets import Target
+from torch import Tensor
+
+import cupyfused
+
+__all__ = ["Calls"]
+
+PER_CHANNEL: Shapes = ((2, 3, 5, 7), (3, 1, 1), (3, 1, 1))
+LAST_DIM: Shapes = ((5, 16), (16,), (5, 1))
+
+Function = Callable[..., Tensor]
+
+
+def total(function: Function) -> Function:
+    """Return a scalar loss that weighs every element differently."""
+
+    def loss(*values: Any) -> Tensor:
+        y = function(*values)
+        return (y * torch.arange(1, y.numel() + 1, dtype=y.dtype, device=y.device).view(y.shape)).sum()
+
+    return loss
+
+
+# For each transform, what it makes of an op with its options bound.
+TRANSFORMS: dict[str, Callable[[Function, list[Tensor]], Any]] = {
+    "vmap over x": lambda f, values: torch.func.vmap(f, in_dims=(0, None, None))(*values),
+    "vmap over everything": lambda f, values: torch.func.vmap(f)(*[torch.stack([one, one * 1.25]) for one in values]),
+    "vmap inner dim": lambda f, values: torch.func.vmap(f, in_dims=(1, 0, 0), out_dims=1)(*values),
+    "grad": lambda f, values: torch.func.grad(total(f), argnums=(0, 1, 2))(*values),
+    "per-sample gradients": lambda f, values: torch.func.vmap(torch.func.grad(total(f), argnums=(0, 1, 2)), in_dims=(0, None, None))(*values),
+    "vjp": lambda f, values: torch.func.vjp(f, *values)[1](f(*values).cos()),
+    "jvp": lambda f, values: torch.func.jvp(f, tuple(values), tuple(one.cos() for one in values)),
+    "jacrev": lambda f, values: torch.func.jacrev(f, argnums=1)(*values),
+    "jacfwd": lambda f, values: torch.func.jacfwd(f, argnums=1)(*values),
+    "hessian": lambda f, values: torch.func.hessian(total(f), argnums=(0, 1))(values[0][:, 0, 0], values[1][0, 0], values[2][0, 0]),
+    "batched gradients": lambda f, values: torch.autograd.functional.jacobian(f, (values[0][0, 0, 0], *values[1:]), vectorize=True),
+}
+
+
+class Calls:
+    """Every check of how an op may be called."""
+
+    op: OpUnderTest
+
+    def bound(self, target: Target, options: tuple[Any, ...]) -> Function:
+        return lambda *values: target.run(self.op.call, *values, *options)
+
+    def bound_composed(self, options: tuple[Any, ...]) -> Function:
+        return lambda *values: self.op.composed(*values, *options)
+
+    # ---- out=
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+    def test_out(self, target: Target, generator: torch.Generator, layout: str, dtype: torch.dtype) -> None:
+        """Written through whatever strides it has, and nothing beside it; refused where two elements share a place."""
+        arguments = draw_arguments(self.op, generator, ((2, 8, 2, 16), (8, 1, 1), (16,)), [dtype], target.device)
+        call = self.bound(target, self.op.options[0])
+        out = lay(draw(generator, (2, 8, 2, 16), dtype, target.device), layout)
+        if "expanded" in layout or layout == "overlapping":
+            with pytest.raises(ValueError, match="out"):
+                call_out(target, self.op, arguments, out)
+            return
+        gaps, version = gaps_of(out), out._version
+        assert call_out(target, self.op, arguments, out) is out
+        assert_same(out.contiguous(), call(*arguments).contiguous())
+        assert out._version > version
+        assert_same(gaps_of(out), gaps)
+
+    @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "unaligned"])
+    def test_out_is_x(self, target: Target, generator: torch.Generator, layout: str) -> None:
+        arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device, [layout])
+        expected = self.bound(target, self.op.options[0])(*arguments)
+        call_out(target, self.op, arguments, arguments[0])
+        assert_same(arguments[0].contiguous(), expected.contiguous())
+
+    def test_out_beside_gradients(self, target: Target, generator: torch.Generator) -> None:
+        """Refused while recording, as in PyTorch; taken without, and in inference mode."""
+        arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)
+        expected = self.bound(target, self.op.options[0])(*arguments)
+        leaf = [arguments[0].clone().requires_grad_(), *arguments[1:]]
+        with pytest.raises(ValueError, match=r"out.*no gradient"):
+            call_out(target, self.op, leaf, torch.empty_like(expected))
+        with torch.no_grad():
+            assert_same(call_out(target, self.op, leaf, torch.empty_like(expected)), expected)
+        with torch.inference_mode():
+            assert_same(call_out(target, self.op, leaf, torch.empty_like(expected)), expected)
+
+    def test_out_written_over_a_saved_tensor_is_noticed(self, target: Target, generator: torch.Generator) -> None:
+        leaves = [value.requires_grad_() for value in draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)]
+        middle = leaves[0] * 1.5
+        y = self.bound(target, self.op.options[0])(middle, *leaves[1:])
+        with torch.no_grad():
+            call_out(target, self.op, [value.detach() for value in leaves], middle)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    # ---- autograd
+
+    def test_grad_modes(self, target: Target, generator: torch.Generator) -> None:
+        arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)
+        call = self.bound(target, self.op.options[0])
+        expected = call(*arguments)
+        leaves = [value.clone().requires_grad_() for value in arguments]
+        assert not expected.requires_grad
+        assert call(*leaves).requires_grad
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                y = call(*leaves)
+            assert not y.requires_grad
+            assert_same(y.clone(), expected)
+        with torch.inference_mode():
+            assert_same(call(*[value.clone() for value in arguments]), expected)
+
+    def test_function_apply(self, target: Target, generator: torch.Generator) -> None:
+        """The `autograd.Function` itself: one gradient an input, None for each option."""
+        function = getattr(cupyfused, self.op.function)
+        assert issubclass(function, torch.autograd.Function)
+        leaves = [value.requires_grad_() for value in draw_arguments(self.op, generator, PER_CHANNEL, [torch.float64], target.device, smooth=True)]
+        y = function.apply(*leaves, *self.op.options[0])
+        composed = self.op.composed(*leaves, *self.op.options[0])
+        torch.testing.assert_close(y, composed)
+        grad_out = draw(generator, y.shape, y.dtype, target.device)
+        returned = y.grad_fn.apply(grad_out)
+        assert len(returned) == len(leaves) + len(self.op.options[0])
+        assert all(one is None for one in returned[len(leaves) :])
+        for gradient, right in zip(returned, torch.autograd.grad(composed, leaves, grad_out)):
+            torch.testing.assert_close(gradient, right)
+
+    def test_a_tensor_passed_in_several_places(self, target: Target, generator: torch.Generator) -> None:
+        x = draw(generator, (5, 7), torch.float64, target.device).requires_grad_()
+        for places in ([x] * 3, [x, x[0], x[:, :1]]):
+            arguments = places[: len(self.op.inputs)]
+            y, composed = (function(*arguments, *self.op.options[0]) for function in (self.bound(target, ()), self.op.composed))
+            torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), x)[0] for one in (y, composed)))
+
+    def test_non_leaves_and_backward_twice(self, target: Target, generator: torch.Generator) -> None:
+        leaves = [value.requires_grad_() for value in draw_arguments(self.op, generator, PER_CHANNEL, [torch.float64], target.device, smooth=True)]
+        losses = [total(function)(*[leaf * 1.0 for leaf in leaves]) for function in (self.bound(target, self.op.options[0]), self.bound_composed(self.op.options[0]))]
+        expected = torch.autograd.grad(losses[1], leaves)
+        for _ in range(2):
+            losses[0].backward(retain_graph=True)
+        for leaf, right in zip(leaves, expected):
+            assert leaf.grad is not None
+            torch.testing.assert_close(leaf.grad, 2 * right)
+
+    def test_changing_a_saved_input_is_noticed(self, target: Target, generator: torch.Generator) -> None:
+        leaves = [value.requires_grad_() for value in draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)]
+        middle = leaves[0] * 1.5
+        y = self.bound(target, self.op.options[0])(middle, *leaves[1:])
+        middle.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    @pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=3))[1:], ids=str)
+    def test_what_is_saved(self, target: Target, generator: torch.Generator, wanted: tuple[bool, ...]) -> None:
+        """Only inputs that a wanted gradient reads, and nothing else of any size."""
+        if not target.runs_kernels:
+            pytest.skip("the composed expression saves what PyTorch decides")
+        for options in ((None,) * len(self.op.options[0]), *self.op.options):
+            arguments = draw_arguments(self.op, generator, PER_CHANNEL, [torch.float32], target.device)
+            leaves = [value.requires_grad_(asked) for value, asked in zip(arguments, wanted)]
+            saved: list[Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda one, keep=saved: keep.append(one) or one, lambda one: one):  # type: ignore[misc]
+                self.bound(target, options)(*leaves)
+            reads = [self.op.reads[name] for name, asked in zip(self.op.inputs, wanted) if asked]
+            names = frozenset().union(*reads, self.op.reads_with_options if any(one is not None for one in options) else ())
+            kept = {name for name, leaf in zip(self.op.inputs, leaves) if any(leaf.data_ptr() == one.data_ptr() for one in saved)}
+            assert (kept, len(saved)) == (names, len(names))
+
+    def test_parameters_of_a_module(self, target: Target, generator: torch.Generator) -> None:
+        """Two steps of SGD end where the composed expression ends; a frozen parameter stays, and gets no gradient."""
+        ends = []
+        drawn = draw_arguments(self.op, generator, PER_CHANNEL, [torch.float64], target.device, smooth=True)
+        for function in (self.bound(target, self.op.options[0]), self.bound_composed(self.op.options[0])):
+            parameters = [torch.nn.Parameter(value.clone(), requires_grad=k != 1) for k, value in enumerate(drawn)]
+            optimiser = torch.optim.SGD(parameters[:1] + parameters[2:], lr=1e-7)
+            for _ in range(2):
+                optimiser.zero_grad()
+                total(function)(*parameters).backward()
+                optimiser.step()
+            assert len(parameters) < 2 or parameters[1].grad is None
+            ends.append(parameters)
+        for one, right in zip(*ends):
+            torch.testing.assert_close(one, right)
+
+    # ---- transforms
+
+    @pytest.mark.parametrize("transform", TRANSFORMS)
+    def test_transforms(self, target: Target, generator: torch.Generator, transform: str) -> None:
+        for options in self.op.options:
+            values = draw_arguments(self.op, generator, ((2, 3, 5, 7), (3, 1, 7), (3, 1, 7)), [torch.float64], target.device, smooth=True)
+            found = TRANSFORMS[transform](self.bound(target, options), values)
+            for one, right in zip(leaves_of(found), leaves_of(TRANSFORMS[transform](self.bound_composed(options), values)), strict=True):
+                torch.testing.assert_close(one, right)
+
+    def test_forward_mode_duals(self, target: Target, generator: torch.Generator) -> None:
+        primals = draw_arguments(self.op, generator, PER_CHANNEL, [torch.float64], target.device, smooth=True)
+        tangents = [value.cos() for value in primals]
+        with torch.autograd.forward_ad.dual_level():
+            duals = [torch.autograd.forward_ad.make_dual(*pair) for pair in zip(primals, tangents)]
+            y, composed = (torch.autograd.forward_ad.unpack_dual(f(*duals, *self.op.options[0])) for f in (self.bound(target, ()), self.op.composed))
+        torch.testing.assert_close(y.primal, composed.primal)
+        assert y.tangent is not None
+        torch.testing.assert_close(y.tangent, composed.tangent)
+
+    def test_lazily_negated_inputs(self, target: Target, generator: torch.Generator) -> None:
+        """A view that is to be read with the other sign, as `torch.imag` of a conjugate gives."""
+        for k in range(len(self.op.inputs)):
+            arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float64], target.device, smooth=True)
+            arguments[k] = torch.complex(torch.zeros_like(arguments[k]), arguments[k]).conj().imag.requires_grad_()
+            assert arguments[k].is_neg()
+            y, composed = (function(*arguments, *self.op.options[0]) for function in (self.bound(target, ()), self.op.composed))
+            torch.testing.assert_close(y, composed)
+            torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), arguments[k])[0] for one in (y, composed)))
+
+    # ---- NumPy and CuPy
+
+    @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int16", "uint8"])
+    def test_arrays_give_what_tensors_give(self, target: Target, generator: torch.Generator, dtype: str) -> None:
+        """Bit for bit: values and dtype, for whole arrays, slices, crops and transposed ones; and an array of their own."""
+        options = self.op.options[0] if "float" in dtype else self.op.integer_options[0]
+        for layout in ("contiguous", "transposed", "sliced", "cropped", "expanded"):
+            tensors = draw_arguments(self.op, generator, LAST_DIM, [getattr(torch, dtype)], target.device, [layout])
+            arrays = [as_array(target, value) for value in tensors]
+            before = snapshot(tensors)
+            y = target.run(self.op.call, *arrays, *options)
+            assert type(y) is type(arrays[0])
+            assert_same(as_tensor(y), target.run(self.op.call, *tensors, *options).contiguous())
+            y[...] = 7
+            assert_unwritten(tensors, before)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64", "uint8"])
+    def test_flipped_arrays(self, target: Target, generator: torch.Generator, dtype: str) -> None:
+        """Negative strides, which no tensor has: `frame[..., ::-1]`."""
+        options = self.op.options[0] if "float" in dtype else self.op.integer_options[0]
+        tensors = draw_arguments(self.op, generator, ((3, 5, 16), (5, 16), (5, 1)), [getattr(torch, dtype)], target.device)
+        arrays = [flipped(as_array(target, value)) for value in tensors]
+        y = target.run(self.op.call, *arrays, *options)
+        copies = [as_tensor(array.copy()) for array in arrays]
+        assert_same(as_tensor(y), target.run(self.op.call, *copies, *options))
+
+    def test_arrays_promote_as_tensors_do(self, target: Target, generator: torch.Generator) -> None:
+        """uint8 times 0.5 is float32 and not float64, for every array kind."""
+        x = draw(generator, (5, 16), torch.uint8, target.device)
+        numbers = [0.5, 0.25][: len(self.op.inputs) - 1]
+        y = target.run(self.op.call, as_array(target, x), *numbers, *self.op.options[0])
+        assert y.dtype == np.float32
+        assert_same(as_tensor(y), target.run(self.op.call, x, *numbers, *self.op.options[0]))
+
+    def test_out_of_arrays(self, target: Target, generator: torch.Generator) -> None:
+        arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)
+        expected = self.bound(target, self.op.options[0])(*arguments)
+        arrays = [as_array(target, value) for value in arguments]
+        base = as_array(target, draw(generator, (10, 16), torch.float32, target.device))
+        rest = base[1::2].copy()
+        assert target.run(self.op.call, *arrays, *self.op.options[0], out=base[::2]).base is base
+        assert_same(as_tensor(base[::2].copy()), expected)
+        assert bool((base[1::2] == rest).all())
+
+    def test_bfloat16_arrays(self, target: Target, generator: torch.Generator) -> None:
+        ml_dtypes = pytest.importorskip("ml_dtypes")
+        arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.bfloat16], target.device)
+        arrays = [as_array(target, value.float()).astype(ml_dtypes.bfloat16) for value in arguments]
+        y = target.run(self.op.call, *arrays, *self.op.options[0])
+        assert y.dtype == ml_dtypes.bfloat16
+        assert_same(as_tensor(y.astype(np.float32)), self.bound(target, self.op.options[0])(*arguments).float())
+
+
+def call_out(target: Target, op: OpUnderTest, arguments: list[Tensor], out: Tensor) -> Tensor:
+    return target.run(op.call, *arguments, *op.options[0], out=out)  # type: ignore[no-any-return]
+
+
+def gaps_of(view: Tensor) -> Tensor:
+    """Return what lies in a view's memory beside its own elements, which are taken as 0."""
+    whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(view.untyped_storage()).clone()
+    whole.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(0)
+    return whole
+
+
+def leaves_of(found: Any) -> Iterator[Tensor]:
+    """Walk the tensors of nested tuples."""
+    if isinstance(found, Tensor):
+        yield found
+    else:
+        for one in found:
+            yield from leaves_of(one)
+
+
+def as_array(target: Target, tensor: Tensor) -> Any:
+    """Return a NumPy or CuPy array over the memory of a tensor."""
+    if target.device == "cpu":
+        return tensor.numpy()
+    cupy = pytest.importorskip("cupy")
+    torch.cuda.synchronize()
+    return cupy.from_dlpack(tensor)
+
+
+def as_tensor(array: Any) -> Tensor:
+    """Return a tensor with the values of a NumPy or CuPy array."""
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(array))
+    array.device.synchronize()
+    return torch.from_dlpack(array.copy())
