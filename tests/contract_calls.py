@@ -1,22 +1,21 @@
-"""The calling part of the contract: `out=`, grad modes, what is saved, functorch, autograd's corners, NumPy and CuPy."""
+"""The calling part of the contract: `out=`, grad modes, what is saved, autograd's corners."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from checks import OpUnderTest, assert_same, assert_unwritten, draw_arguments, snapshot
-from layouts import LAYOUTS, Shapes, draw, flipped, lay
+from checks import OpUnderTest, assert_same, draw_arguments
+from layouts import LAYOUTS, Shapes, draw, lay
 from targets import Target
 from torch import Tensor
 
 import cupyfused
 
-__all__ = ["Calls"]
+__all__ = ["LAST_DIM", "PER_CHANNEL", "Calls", "Function", "total"]
 
 PER_CHANNEL: Shapes = ((2, 3, 5, 7), (3, 1, 1), (3, 1, 1))
 LAST_DIM: Shapes = ((5, 16), (16,), (5, 1))
@@ -32,22 +31,6 @@ def total(function: Function) -> Function:
         return (y * torch.arange(1, y.numel() + 1, dtype=y.dtype, device=y.device).view(y.shape)).sum()
 
     return loss
-
-
-# For each transform, what it makes of an op with its options bound.
-TRANSFORMS: dict[str, Callable[[Function, list[Tensor]], Any]] = {
-    "vmap over x": lambda f, values: torch.func.vmap(f, in_dims=(0, None, None))(*values),
-    "vmap over everything": lambda f, values: torch.func.vmap(f)(*[torch.stack([one, one * 1.25]) for one in values]),
-    "vmap inner dim": lambda f, values: torch.func.vmap(f, in_dims=(1, 0, 0), out_dims=1)(*values),
-    "grad": lambda f, values: torch.func.grad(total(f), argnums=(0, 1, 2))(*values),
-    "per-sample gradients": lambda f, values: torch.func.vmap(torch.func.grad(total(f), argnums=(0, 1, 2)), in_dims=(0, None, None))(*values),
-    "vjp": lambda f, values: torch.func.vjp(f, *values)[1](f(*values).cos()),
-    "jvp": lambda f, values: torch.func.jvp(f, tuple(values), tuple(one.cos() for one in values)),
-    "jacrev": lambda f, values: torch.func.jacrev(f, argnums=1)(*values),
-    "jacfwd": lambda f, values: torch.func.jacfwd(f, argnums=1)(*values),
-    "hessian": lambda f, values: torch.func.hessian(total(f), argnums=(0, 1))(values[0][:, 0, 0], values[1][0, 0], values[2][0, 0]),
-    "batched gradients": lambda f, values: torch.autograd.functional.jacobian(f, (values[0][0, 0, 0], *values[1:]), vectorize=True),
-}
 
 
 class Calls:
@@ -197,88 +180,6 @@ class Calls:
         for one, right in zip(*ends):
             torch.testing.assert_close(one, right)
 
-    # ---- transforms
-
-    @pytest.mark.parametrize("transform", TRANSFORMS)
-    def test_transforms(self, target: Target, generator: torch.Generator, transform: str) -> None:
-        for options in self.op.options:
-            values = draw_arguments(self.op, generator, ((2, 3, 5, 7), (3, 1, 7), (3, 1, 7)), [torch.float64], target.device, smooth=True)
-            found = TRANSFORMS[transform](self.bound(target, options), values)
-            for one, right in zip(leaves_of(found), leaves_of(TRANSFORMS[transform](self.bound_composed(options), values)), strict=True):
-                torch.testing.assert_close(one, right)
-
-    def test_forward_mode_duals(self, target: Target, generator: torch.Generator) -> None:
-        primals = draw_arguments(self.op, generator, PER_CHANNEL, [torch.float64], target.device, smooth=True)
-        tangents = [value.cos() for value in primals]
-        with torch.autograd.forward_ad.dual_level():
-            duals = [torch.autograd.forward_ad.make_dual(*pair) for pair in zip(primals, tangents)]
-            y, composed = (torch.autograd.forward_ad.unpack_dual(f(*duals, *self.op.options[0])) for f in (self.bound(target, ()), self.op.composed))
-        torch.testing.assert_close(y.primal, composed.primal)
-        assert y.tangent is not None
-        torch.testing.assert_close(y.tangent, composed.tangent)
-
-    def test_lazily_negated_inputs(self, target: Target, generator: torch.Generator) -> None:
-        """A view that is to be read with the other sign, as `torch.imag` of a conjugate gives."""
-        for k in range(len(self.op.inputs)):
-            arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float64], target.device, smooth=True)
-            arguments[k] = torch.complex(torch.zeros_like(arguments[k]), arguments[k]).conj().imag.requires_grad_()
-            assert arguments[k].is_neg()
-            y, composed = (function(*arguments, *self.op.options[0]) for function in (self.bound(target, ()), self.op.composed))
-            torch.testing.assert_close(y, composed)
-            torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), arguments[k])[0] for one in (y, composed)))
-
-    # ---- NumPy and CuPy
-
-    @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int16", "uint8"])
-    def test_arrays_give_what_tensors_give(self, target: Target, generator: torch.Generator, dtype: str) -> None:
-        """Bit for bit: values and dtype, for whole arrays, slices, crops and transposed ones; and an array of their own."""
-        options = self.op.options[0] if "float" in dtype else self.op.integer_options[0]
-        for layout in ("contiguous", "transposed", "sliced", "cropped", "expanded"):
-            tensors = draw_arguments(self.op, generator, LAST_DIM, [getattr(torch, dtype)], target.device, [layout])
-            arrays = [as_array(target, value) for value in tensors]
-            before = snapshot(tensors)
-            y = target.run(self.op.call, *arrays, *options)
-            assert type(y) is type(arrays[0])
-            assert_same(as_tensor(y), target.run(self.op.call, *tensors, *options).contiguous())
-            y[...] = 7
-            assert_unwritten(tensors, before)
-
-    @pytest.mark.parametrize("dtype", ["float32", "float64", "uint8"])
-    def test_flipped_arrays(self, target: Target, generator: torch.Generator, dtype: str) -> None:
-        """Negative strides, which no tensor has: `frame[..., ::-1]`."""
-        options = self.op.options[0] if "float" in dtype else self.op.integer_options[0]
-        tensors = draw_arguments(self.op, generator, ((3, 5, 16), (5, 16), (5, 1)), [getattr(torch, dtype)], target.device)
-        arrays = [flipped(as_array(target, value)) for value in tensors]
-        y = target.run(self.op.call, *arrays, *options)
-        copies = [as_tensor(array.copy()) for array in arrays]
-        assert_same(as_tensor(y), target.run(self.op.call, *copies, *options))
-
-    def test_arrays_promote_as_tensors_do(self, target: Target, generator: torch.Generator) -> None:
-        """uint8 times 0.5 is float32 and not float64, for every array kind."""
-        x = draw(generator, (5, 16), torch.uint8, target.device)
-        numbers = [0.5, 0.25][: len(self.op.inputs) - 1]
-        y = target.run(self.op.call, as_array(target, x), *numbers, *self.op.options[0])
-        assert y.dtype == np.float32
-        assert_same(as_tensor(y), target.run(self.op.call, x, *numbers, *self.op.options[0]))
-
-    def test_out_of_arrays(self, target: Target, generator: torch.Generator) -> None:
-        arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)
-        expected = self.bound(target, self.op.options[0])(*arguments)
-        arrays = [as_array(target, value) for value in arguments]
-        base = as_array(target, draw(generator, (10, 16), torch.float32, target.device))
-        rest = base[1::2].copy()
-        assert target.run(self.op.call, *arrays, *self.op.options[0], out=base[::2]).base is base
-        assert_same(as_tensor(base[::2].copy()), expected)
-        assert bool((base[1::2] == rest).all())
-
-    def test_bfloat16_arrays(self, target: Target, generator: torch.Generator) -> None:
-        ml_dtypes = pytest.importorskip("ml_dtypes")
-        arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.bfloat16], target.device)
-        arrays = [as_array(target, value.float()).astype(ml_dtypes.bfloat16) for value in arguments]
-        y = target.run(self.op.call, *arrays, *self.op.options[0])
-        assert y.dtype == ml_dtypes.bfloat16
-        assert_same(as_tensor(y.astype(np.float32)), self.bound(target, self.op.options[0])(*arguments).float())
-
 
 def call_out(target: Target, op: OpUnderTest, arguments: list[Tensor], out: Tensor) -> Tensor:
     return target.run(op.call, *arguments, *op.options[0], out=out)  # type: ignore[no-any-return]
@@ -289,29 +190,3 @@ def gaps_of(view: Tensor) -> Tensor:
     whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(view.untyped_storage()).clone()
     whole.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(0)
     return whole
-
-
-def leaves_of(found: Any) -> Iterator[Tensor]:
-    """Walk the tensors of nested tuples."""
-    if isinstance(found, Tensor):
-        yield found
-    else:
-        for one in found:
-            yield from leaves_of(one)
-
-
-def as_array(target: Target, tensor: Tensor) -> Any:
-    """Return a NumPy or CuPy array over the memory of a tensor."""
-    if target.device == "cpu":
-        return tensor.numpy()
-    cupy = pytest.importorskip("cupy")
-    torch.cuda.synchronize()
-    return cupy.from_dlpack(tensor)
-
-
-def as_tensor(array: Any) -> Tensor:
-    """Return a tensor with the values of a NumPy or CuPy array."""
-    if isinstance(array, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(array))
-    array.device.synchronize()
-    return torch.from_dlpack(array.copy())

@@ -63,10 +63,10 @@ def check_torch():
         (cupyfused.FusedScaleBias.apply(x, scale, bias), x * scale + bias),
         (cupyfused.FusedScaleBiasClamp.apply(x, scale, bias, 2.5, 4.0), (x * scale + bias).clamp(2.5, 4.0)),
     ):
-        torch.testing.assert_close(found, composed)
+        assert torch.allclose(found, composed, rtol=1e-12)  # torch.testing takes half a second to import
         grad_out = torch.rand_like(found) + 1
         for own, right in zip(*(torch.autograd.grad(y, (x, scale, bias), grad_out) for y in (found, composed))):
-            torch.testing.assert_close(own, right)
+            assert own.shape == right.shape and torch.allclose(own, right, rtol=1e-12)
 
 
 '''
@@ -114,15 +114,15 @@ def test_an_import_makes_no_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_cpu_calls_leave_cuda_alone(tmp_path: Path) -> None:
+def test_cpu_calls_need_neither_cuda_nor_cupy(tmp_path: Path) -> None:
     needs("torch")
     program = """
+        sys.meta_path.insert(0, Broken(cupy=RuntimeError("broken")))
         import cupyfused
         check_numpy()
         import torch
         check_torch()
         assert not torch.cuda.is_initialized()
-        assert not loaded("cupy"), "CPU tensors need no CuPy"
     """
     run(program, tmp_path)
 
@@ -152,10 +152,10 @@ def test_with_neither_torch_nor_cupy(tmp_path: Path) -> None:
     run(program, tmp_path)
 
 
-@pytest.mark.parametrize("error", ['ImportError("libcudart is of another world")', 'RuntimeError("libcudart is of another world")', 'OSError("libcudart is of another world")'])
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "OSError"])
 def test_with_a_broken_cupy(tmp_path: Path, error: str) -> None:
     program = f"""
-        sys.meta_path.insert(0, Broken(cupy={error}, torch=None))
+        sys.meta_path.insert(0, Broken(cupy={error}("libcudart is of another world"), torch=None))
         check_numpy()
         import cupyfused
         from cupyfused import _kernel
@@ -169,10 +169,8 @@ def test_with_a_broken_cupy(tmp_path: Path, error: str) -> None:
     run(program, tmp_path)
 
 
-def test_torch_beside_a_broken_cupy_and_a_broken_torch_beside_numpy(tmp_path: Path) -> None:
-    needs("torch")
-    run('sys.meta_path.insert(0, Broken(cupy=RuntimeError("broken")))\ncheck_numpy()\ncheck_torch()', tmp_path)
-    run('sys.meta_path.insert(0, Broken(torch=OSError("broken"), cupy=None))\ncheck_numpy()', tmp_path)
+def test_with_a_broken_torch(tmp_path: Path) -> None:
+    run('sys.meta_path.insert(0, Broken(torch=OSError("libtorch is of another world"), cupy=None))\ncheck_numpy()', tmp_path)
 
 
 def test_a_cuda_array_without_a_device_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -210,11 +208,11 @@ HOME_VARIABLES = ("HOME", "XDG_CACHE_HOME", "CUPYFUSED_CACHE_DIR", "CUPY_CACHE_D
 @pytest.mark.skipif(os.name == "nt", reason="a home is found otherwise on Windows")
 @pytest.mark.parametrize("home", HOMES)
 def test_any_home(tmp_path: Path, home: str) -> None:
+    """CuPy alone makes a folder in the home when it is imported, and dies where it cannot."""
     program = """
-        import warnings
+        import importlib.util, warnings
 
-        UNKNOWN = False
-        if UNKNOWN:
+        if IS_UNKNOWN:
             import pwd
 
             def unknown(uid):
@@ -227,43 +225,13 @@ def test_any_home(tmp_path: Path, home: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that kernels stay in memory only
             _cache.store("key", b"value")
-        try:
-            import cupy  # is it here at all?
-        except ModuleNotFoundError:
-            pass
-        except OSError:
-            pass  # this home is one that CuPy alone does not survive
         assert _cache.load("key") in (None, b"value")
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("cupy", "cupy_backends")]:
-            del sys.modules[name]
-    """
-    value = HOMES[home]
-    program = program.replace("UNKNOWN = False", f"UNKNOWN = {value is None}")
-    more = {} if value is None else {"HOME": value}
-    run(program, tmp_path, unset=HOME_VARIABLES, **more)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="a home is found otherwise on Windows")
-@pytest.mark.parametrize("home", HOMES)
-def test_cupy_is_imported_with_any_home(tmp_path: Path, home: str) -> None:
-    """CuPy alone makes a folder in the home when it is imported, and dies where it cannot."""
-    needs("cupy")
-    program = """
-        UNKNOWN = False
-        if UNKNOWN:
-            import pwd
-
-            def unknown(uid):
-                raise KeyError(f"getpwuid(): uid not found: {uid}")
-
-            pwd.getpwuid = unknown
-        from cupyfused import _kernel
-
-        assert _kernel.import_cupy().__name__ == "cupy"
+        if importlib.util.find_spec("cupy") is not None:
+            assert _kernel.import_cupy().__name__ == "cupy"
     """
     value = HOMES[home]
     more = {} if value is None else {"HOME": value}
-    run(program.replace("UNKNOWN = False", f"UNKNOWN = {value is None}"), tmp_path, unset=HOME_VARIABLES, **more)
+    run(program.replace("IS_UNKNOWN", repr(value is None)), tmp_path, unset=HOME_VARIABLES, **more)
 
 
 # ---- versions and processes ---------------------------------------------------------------------------------------------
@@ -279,25 +247,32 @@ def test_versions_of_torch_that_are_not_out_yet(tmp_path: Path, version: str) ->
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is of POSIX")
 def test_fork_after_import_and_after_calls(tmp_path: Path) -> None:
     program = """
-        import os, warnings
+        import importlib.util, os, warnings
 
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 for a fork of a process with threads
-        import cupyfused
-        has_torch = importlib.util.find_spec("torch") is not None
-        for turn in range(2):
+
+
+        def in_a_child(*checks):
             child = os.fork()
             if child == 0:
                 status = 1
                 try:
-                    check_numpy()
-                    if has_torch:
-                        check_torch()
+                    for check in checks:
+                        check()
                     status = 0
                 finally:
                     os._exit(status)
             assert os.waitpid(child, 0)[1] == 0
-            check_numpy()
-            if has_torch:
-                check_torch()
+
+
+        import cupyfused
+
+        checks = [check_numpy] + ([check_torch] if importlib.util.find_spec("torch") else [])
+        in_a_child(check_numpy)
+        for check in checks:
+            check()
+        in_a_child(*checks)
+        for check in checks:
+            check()
     """
-    run("import importlib.util\n" + textwrap.dedent(program), tmp_path)
+    run(program, tmp_path)
