@@ -72,12 +72,12 @@ def promote(a: Dtype, b: Dtype) -> Dtype:
     ('int16', 'float32')
     """
     if a.category != b.category:
-        return max(a, b, key=lambda dtype: dtype.category)
+        return a if a.category > b.category else b
     if {a.name, b.name} == {"uint8", "int8"}:
         return BY_NAME["int16"]
     if {a.name, b.name} == {"float16", "bfloat16"}:
         return BY_NAME["float32"]
-    return max(a, b, key=lambda dtype: dtype.code)
+    return a if a.code > b.code else b
 
 
 def result_type(a: Typed, b: Typed) -> Typed:

@@ -16,7 +16,7 @@ import torch
 import torch.utils._python_dispatch
 from torch import Tensor
 
-from . import _autograd, _op, _torch
+from . import _arrays, _autograd, _op, _torch
 from ._dtypes import Dtype, Rank, Typed, number_dtype
 from ._op import Op
 
@@ -56,7 +56,7 @@ def _tags() -> tuple[Any, ...]:
 
 def traced_call(op: Op, values: Sequence[Any]) -> Tensor:
     """Call the registered op: numbers become 0-dim tensors, so that a new number is not a new graph."""
-    values = _torch.normalised(values)
+    values = [value if value is None or isinstance(value, (Tensor, int, float)) else _arrays.as_number(value) for value in values]
     tensors = [value if value is None or isinstance(value, Tensor) else _as_tensor(value) for value in values]
     rules = op.rule(values[len(op.inputs) :])
     overload = getattr(torch.ops.cupyfused, op.name).default

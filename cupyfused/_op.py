@@ -91,8 +91,8 @@ class Op:
     def rule(self, options: Sequence[Any]) -> tuple[float, ...]:
         """Return the backward numbers for these options; computed when PyTorch is loaded, see `_library`."""
         given = [option for option in options if option is not None]
-        as_tensors = bool(given) and all(hasattr(option, "dtype") for option in given)
-        return self.known_rules[as_tensors]
+        numbers = [option for option in given if isinstance(option, (int, float))]
+        return self.known_rules[len(given) > 0 and len(numbers) == 0]
 
     def remember(self, key: Any, call: Call) -> Call:
         """Keep a call for its signature."""

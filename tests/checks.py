@@ -16,6 +16,7 @@ __all__ = [
     "FLOATS",
     "INTEGERS",
     "TOLERANCE",
+    "Function",
     "OpUnderTest",
     "Options",
     "assert_close",
@@ -33,6 +34,7 @@ __all__ = [
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Options = tuple[Any, ...]
+Function = Callable[..., Tensor]
 
 # (relative, absolute): one rounding to the dtype, and the arithmetic before it for data of order one. Sums may be off by the
 # absolute part times the root of what they add. A test may ask for less, never for more.
@@ -79,6 +81,18 @@ class OpUnderTest:
     integer_options: tuple[Options, ...] = ((),)
     distance_to_kink: Callable[..., Tensor] | None = None
     takes_bool: bool = True
+
+    def fused(self, target: Target, options: Options) -> Function:
+        """The op on its inputs alone, on a target."""
+        return lambda *values: target.run(self.call, *values, *options)
+
+    def plain(self, options: Options) -> Function:
+        """The composed expression on the inputs alone."""
+        return lambda *values: self.composed(*values, *options)
+
+    def both(self, target: Target, options: Options) -> tuple[Function, Function]:
+        """The op and the composed expression."""
+        return self.fused(target, options), self.plain(options)
 
 
 def draw_arguments(

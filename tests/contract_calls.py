@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from checks import OpUnderTest, assert_same, draw_arguments
+from checks import Function, OpUnderTest, assert_same, draw_arguments
 from layouts import LAYOUTS, Shapes, draw, lay
 from targets import Target
 from torch import Tensor
 
 import cupyfused
 
-__all__ = ["LAST_DIM", "PER_CHANNEL", "Calls", "Function", "total"]
+__all__ = ["LAST_DIM", "PER_CHANNEL", "Calls", "total"]
 
 PER_CHANNEL: Shapes = ((2, 3, 5, 7), (3, 1, 1), (3, 1, 1))
 LAST_DIM: Shapes = ((5, 16), (16,), (5, 1))
-
-Function = Callable[..., Tensor]
-
 
 def total(function: Function) -> Function:
     """Return a scalar loss that weighs every element differently."""
@@ -38,12 +34,6 @@ class Calls:
 
     op: OpUnderTest
 
-    def bound(self, target: Target, options: tuple[Any, ...]) -> Function:
-        return lambda *values: target.run(self.op.call, *values, *options)
-
-    def bound_composed(self, options: tuple[Any, ...]) -> Function:
-        return lambda *values: self.op.composed(*values, *options)
-
     # ---- out=
 
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -51,7 +41,7 @@ class Calls:
     def test_out(self, target: Target, generator: torch.Generator, layout: str, dtype: torch.dtype) -> None:
         """Written through whatever strides it has, and nothing beside it; refused where two elements share a place."""
         arguments = draw_arguments(self.op, generator, ((2, 8, 2, 16), (8, 1, 1), (16,)), [dtype], target.device)
-        call = self.bound(target, self.op.options[0])
+        call = self.op.fused(target, self.op.options[0])
         out = lay(draw(generator, (2, 8, 2, 16), dtype, target.device), layout)
         if "expanded" in layout or layout == "overlapping":
             with pytest.raises(ValueError, match="out"):
@@ -66,14 +56,14 @@ class Calls:
     @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "unaligned"])
     def test_out_is_x(self, target: Target, generator: torch.Generator, layout: str) -> None:
         arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device, [layout])
-        expected = self.bound(target, self.op.options[0])(*arguments)
+        expected = self.op.fused(target, self.op.options[0])(*arguments)
         call_out(target, self.op, arguments, arguments[0])
         assert_same(arguments[0].contiguous(), expected.contiguous())
 
     def test_out_beside_gradients(self, target: Target, generator: torch.Generator) -> None:
         """Refused while recording, as in PyTorch; taken without, and in inference mode."""
         arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)
-        expected = self.bound(target, self.op.options[0])(*arguments)
+        expected = self.op.fused(target, self.op.options[0])(*arguments)
         leaf = [arguments[0].clone().requires_grad_(), *arguments[1:]]
         with pytest.raises(ValueError, match=r"out.*no gradient"):
             call_out(target, self.op, leaf, torch.empty_like(expected))
@@ -85,7 +75,7 @@ class Calls:
     def test_out_written_over_a_saved_tensor_is_noticed(self, target: Target, generator: torch.Generator) -> None:
         leaves = [value.requires_grad_() for value in draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)]
         middle = leaves[0] * 1.5
-        y = self.bound(target, self.op.options[0])(middle, *leaves[1:])
+        y = self.op.fused(target, self.op.options[0])(middle, *leaves[1:])
         with torch.no_grad():
             call_out(target, self.op, [value.detach() for value in leaves], middle)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -95,7 +85,7 @@ class Calls:
 
     def test_grad_modes(self, target: Target, generator: torch.Generator) -> None:
         arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)
-        call = self.bound(target, self.op.options[0])
+        call = self.op.fused(target, self.op.options[0])
         expected = call(*arguments)
         leaves = [value.clone().requires_grad_() for value in arguments]
         assert not expected.requires_grad
@@ -127,12 +117,12 @@ class Calls:
         x = draw(generator, (5, 7), torch.float64, target.device).requires_grad_()
         for places in ([x] * 3, [x, x[0], x[:, :1]]):
             arguments = places[: len(self.op.inputs)]
-            y, composed = (function(*arguments, *self.op.options[0]) for function in (self.bound(target, ()), self.op.composed))
+            y, composed = (function(*arguments) for function in self.op.both(target, self.op.options[0]))
             torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), x)[0] for one in (y, composed)))
 
     def test_non_leaves_and_backward_twice(self, target: Target, generator: torch.Generator) -> None:
         leaves = [value.requires_grad_() for value in draw_arguments(self.op, generator, PER_CHANNEL, [torch.float64], target.device, smooth=True)]
-        losses = [total(function)(*[leaf * 1.0 for leaf in leaves]) for function in (self.bound(target, self.op.options[0]), self.bound_composed(self.op.options[0]))]
+        losses = [total(function)(*[leaf * 1.0 for leaf in leaves]) for function in self.op.both(target, self.op.options[0])]
         expected = torch.autograd.grad(losses[1], leaves)
         for _ in range(2):
             losses[0].backward(retain_graph=True)
@@ -143,7 +133,7 @@ class Calls:
     def test_changing_a_saved_input_is_noticed(self, target: Target, generator: torch.Generator) -> None:
         leaves = [value.requires_grad_() for value in draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)]
         middle = leaves[0] * 1.5
-        y = self.bound(target, self.op.options[0])(middle, *leaves[1:])
+        y = self.op.fused(target, self.op.options[0])(middle, *leaves[1:])
         middle.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
@@ -158,7 +148,7 @@ class Calls:
             leaves = [value.requires_grad_(asked) for value, asked in zip(arguments, wanted)]
             saved: list[Tensor] = []
             with torch.autograd.graph.saved_tensors_hooks(lambda one, keep=saved: keep.append(one) or one, lambda one: one):  # type: ignore[misc]
-                self.bound(target, options)(*leaves)
+                self.op.fused(target, options)(*leaves)
             reads = [self.op.reads[name] for name, asked in zip(self.op.inputs, wanted) if asked]
             names = frozenset().union(*reads, self.op.reads_with_options if any(one is not None for one in options) else ())
             kept = {name for name, leaf in zip(self.op.inputs, leaves) if any(leaf.data_ptr() == one.data_ptr() for one in saved)}
@@ -168,7 +158,7 @@ class Calls:
         """Two steps of SGD end where the composed expression ends; a frozen parameter stays, and gets no gradient."""
         ends = []
         drawn = draw_arguments(self.op, generator, PER_CHANNEL, [torch.float64], target.device, smooth=True)
-        for function in (self.bound(target, self.op.options[0]), self.bound_composed(self.op.options[0])):
+        for function in self.op.both(target, self.op.options[0]):
             parameters = [torch.nn.Parameter(value.clone(), requires_grad=k != 1) for k, value in enumerate(drawn)]
             optimiser = torch.optim.SGD(parameters[:1] + parameters[2:], lr=1e-7)
             for _ in range(2):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checks import OpUnderTest, draw_arguments
-from contract_calls import LAST_DIM, PER_CHANNEL, Function, total
+from checks import Function, OpUnderTest, draw_arguments
+from contract_calls import LAST_DIM, PER_CHANNEL, total
 from targets import Target
 from torch import Tensor
 
@@ -39,8 +39,8 @@ class Transforms:
     def test_transforms(self, target: Target, generator: torch.Generator, transform: str) -> None:
         for options in self.op.options:
             values = draw_arguments(self.op, generator, ((2, 3, 5, 7), (3, 1, 7), (3, 1, 7)), [torch.float64], target.device, smooth=True)
-            found = TRANSFORMS[transform](self.bound(target, options), values)
-            for one, right in zip(leaves_of(found), leaves_of(TRANSFORMS[transform](self.bound_composed(options), values)), strict=True):
+            found, expected = (leaves_of(TRANSFORMS[transform](function, values)) for function in self.op.both(target, options))
+            for one, right in zip(found, expected, strict=True):
                 torch.testing.assert_close(one, right)
 
     def test_forward_mode_duals(self, target: Target, generator: torch.Generator) -> None:
@@ -48,7 +48,7 @@ class Transforms:
         tangents = [value.cos() for value in primals]
         with torch.autograd.forward_ad.dual_level():
             duals = [torch.autograd.forward_ad.make_dual(*pair) for pair in zip(primals, tangents)]
-            y, composed = (torch.autograd.forward_ad.unpack_dual(f(*duals, *self.op.options[0])) for f in (self.bound(target, ()), self.op.composed))
+            y, composed = (torch.autograd.forward_ad.unpack_dual(function(*duals)) for function in self.op.both(target, self.op.options[0]))
         torch.testing.assert_close(y.primal, composed.primal)
         assert y.tangent is not None
         torch.testing.assert_close(y.tangent, composed.tangent)
@@ -59,7 +59,7 @@ class Transforms:
             arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float64], target.device, smooth=True)
             arguments[k] = torch.complex(torch.zeros_like(arguments[k]), arguments[k]).conj().imag.requires_grad_()
             assert arguments[k].is_neg()
-            y, composed = (function(*arguments, *self.op.options[0]) for function in (self.bound(target, ()), self.op.composed))
+            y, composed = (function(*arguments) for function in self.op.both(target, self.op.options[0]))
             torch.testing.assert_close(y, composed)
             torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), arguments[k])[0] for one in (y, composed)))
 

@@ -41,12 +41,12 @@ def raises(error: OSError) -> Callable[..., None]:
 def assert_stores_nothing_with_one_warning() -> None:
     """Storing warns once, naming the remedy, and loading finds nothing; neither raises."""
     with pytest.warns(UserWarning, match="CUPYFUSED_CACHE_DIR") as told:
-        for value in (b"one", b"two", b"three"):
-            _cache.store(KEY, value)
+        _cache.store(KEY, b"one")
     assert len(told) == 1
     assert str(_cache.folder()) in str(told[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        _cache.store(KEY, b"two")
         assert _cache.load(KEY) is None
 
 
@@ -165,19 +165,16 @@ def test_any_changed_byte_is_a_miss(folder: Path) -> None:
     assert _cache.load(KEY) is not None
 
 
-@pytest.mark.parametrize(
-    "change", [lambda whole: whole[:-1], lambda whole: whole[:40], lambda whole: whole[:32], lambda whole: whole[:10]]
-)
-def test_a_truncated_entry_is_a_miss(folder: Path, change: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize("kept", [0, 10, 32, 40, 131])
+def test_a_truncated_entry_is_a_miss(folder: Path, kept: int) -> None:
     _cache.store(KEY, secrets.token_bytes(100))
-    (folder / KEY).write_bytes(change((folder / KEY).read_bytes()))
+    (folder / KEY).write_bytes((folder / KEY).read_bytes()[:kept])
     assert _cache.load(KEY) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"\1" * 32, b"not a kernel at all" * 10])
-def test_foreign_files_are_misses(folder: Path, content: bytes) -> None:
+def test_a_foreign_file_is_a_miss(folder: Path) -> None:
     folder.mkdir(mode=0o700)
-    (folder / KEY).write_bytes(content)
+    (folder / KEY).write_bytes(b"not a kernel at all" * 10)
     assert _cache.load(KEY) is None
 
 
@@ -248,7 +245,8 @@ def test_nothing_is_read_from_a_folder_that_others_can_write_to(folder: Path, mo
 @POSIX
 def test_an_entry_of_another_user_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     _cache.store(KEY, b"value")
-    monkeypatch.setattr(os, "getuid", lambda own=os.getuid(): own + 1)
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
     assert _cache.load(KEY) is None
     assert_stores_nothing_with_one_warning()
 
@@ -291,9 +289,10 @@ def test_a_full_disk_stores_nothing_and_leaves_nothing(folder: Path, monkeypatch
 @pytest.mark.parametrize("buffering", [0, -1], ids=["at the write", "when it is closed"])
 def test_a_disk_that_fills_up_keeps_the_earlier_entry(folder: Path, monkeypatch: pytest.MonkeyPatch, buffering: int) -> None:
     _cache.store(KEY, b"earlier")
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="No space left on device.*CUPYFUSED_CACHE_DIR"):
-        patch.setattr(_cache.os, "fdopen", lambda descriptor, mode: os.close(descriptor) or open("/dev/full", mode, buffering))
-        _cache.store(KEY, b"later")
+    with open("/dev/full", "wb", buffering) as full, monkeypatch.context() as patch:
+        patch.setattr(_cache.os, "fdopen", lambda descriptor, mode: os.close(descriptor) or full)
+        with pytest.warns(UserWarning, match="No space left on device.*CUPYFUSED_CACHE_DIR"):
+            _cache.store(KEY, b"later")
     assert _cache.load(KEY) == b"earlier"
     assert [path.name for path in folder.iterdir()] == [KEY]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def op_named(name: str) -> Any:
 
 
 @pytest.fixture
-def needed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def needed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What a call would compile: a backend that loads nothing and launches nothing."""
     variants: list[Any] = []
 
@@ -41,7 +40,7 @@ def needed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return lambda grid, buffer, stream: None
 
     monkeypatch.setattr(_host, "backend", Backend("host", load, 4))
-    yield variants
+    return variants
 
 
 def call(op: Any, x_dtype: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32, gradient: bool = False) -> torch.Tensor:

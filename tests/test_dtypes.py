@@ -104,7 +104,7 @@ def test_the_fold_is_the_dtype_of_the_composed_expression(x: Typed) -> None:
 
 @pytest.mark.parametrize("own", [*ARRAYS, *ZERO_DIMS], ids=lambda one: f"{one.dtype.name}-{one.rank.name}")
 def test_bounds_promote_as_in_torch_clamp(own: Typed) -> None:
-    """Both bounds of one clamp promote among themselves before they meet the value: uint8 between float16 and float64 is float64."""
+    """Both bounds of one clamp promote together before they meet the value: uint8 between float16 and float64 is float64."""
     numbers = [one for one in ALL if one.rank is Rank.NUMBER]
     bounds = [(low,) for low in numbers + ZERO_DIMS]
     bounds += [*itertools.product(numbers, repeat=2), *itertools.product(ZERO_DIMS, repeat=2)]

@@ -1,4 +1,4 @@
-"""Importing cupyfused on machines where something is missing or broken, each in a fresh process; then the operators compute right."""
+"""Importing cupyfused on machines where something is missing or broken, each in a fresh process; operators compute right then."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def run(program: str, cwd: Path, unset: tuple[str, ...] = (), **environment: str
     """Run a program in a fresh process where every warning is an error; return what it printed."""
     settings = {name: value for name, value in os.environ.items() if name not in unset} | environment
     text = PRELUDE + textwrap.dedent(program)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", text], cwd=cwd, env=settings, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", text], cwd=cwd, env=settings, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -201,7 +203,13 @@ def test_a_cuda_array_without_a_device_is_an_error_that_says_so(tmp_path: Path) 
 
 # ---- homes --------------------------------------------------------------------------------------------------------------
 
-HOMES = {"of a file": "/dev/null", "in a folder that takes none": "/proc/nobody", "empty": "", "of no such user": None, "relative": "somewhere"}
+HOMES = {
+    "of a file": "/dev/null",
+    "in a folder that takes none": "/proc/nobody",
+    "empty": "",
+    "of no such user": None,
+    "relative": "somewhere",
+}
 HOME_VARIABLES = ("HOME", "XDG_CACHE_HOME", "CUPYFUSED_CACHE_DIR", "CUPY_CACHE_DIR")
 
 
