@@ -71,14 +71,19 @@ def copy_rate(count: int, dtype: torch.dtype) -> float:
 
 def check(y: torch.Tensor, operands: list[Any]) -> None:
     """Refuse to time a wrong result."""
-    part = [one[:2].double() if isinstance(one, torch.Tensor) and one.dim() == y.dim() and one.shape[0] == y.shape[0] else one for one in operands]
+    part = [
+        one[:2].double() if isinstance(one, torch.Tensor) and one.dim() == y.dim() and one.shape[0] == y.shape[0] else one
+        for one in operands
+    ]
     part = [one.double() if isinstance(one, torch.Tensor) else one for one in part]
     torch.testing.assert_close(y[:2].double(), (part[0] * part[1] + part[2]).clamp(*BOUNDS), rtol=1e-2, atol=1e-2)
 
 
 def measure(name: str, operands: list[Any], rate: float) -> None:
     """Print one row: shares of the floor, and what backward holds beyond its gradients."""
-    full = [one.numel() * one.element_size() for one in operands if isinstance(one, torch.Tensor) and one.numel() == operands[0].numel()]
+    full = [
+        one.numel() * one.element_size() for one in operands if isinstance(one, torch.Tensor) and one.numel() == operands[0].numel()
+    ]
     inputs = [one.detach().requires_grad_() if isinstance(one, torch.Tensor) else one for one in operands]
     wanted = [one for one in inputs if isinstance(one, torch.Tensor)]
     with torch.no_grad():
@@ -118,7 +123,9 @@ def host_table() -> None:
     with torch.no_grad():
         print(f"  torch.add                        {host_microseconds(lambda: torch.add(x, bias)):9.1f}")
         print(f"  composed, no gradient            {host_microseconds(lambda: torch.clamp(x * scale + bias, *BOUNDS)):9.1f}")
-        print(f"  cupyfused, no gradient           {host_microseconds(lambda: fused_scale_bias_clamp(x, scale, bias, *BOUNDS)):9.1f}")
+        print(
+            f"  cupyfused, no gradient           {host_microseconds(lambda: fused_scale_bias_clamp(x, scale, bias, *BOUNDS)):9.1f}"
+        )
     leaves = [one.requires_grad_() for one in (x, scale, bias)]
     grad_out = torch.randn(1024, device="cuda")
 

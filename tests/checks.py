@@ -19,6 +19,7 @@ __all__ = [
     "Function",
     "OpUnderTest",
     "Options",
+    "assert_agree",
     "assert_close",
     "assert_own_memory",
     "assert_same",
@@ -141,6 +142,17 @@ def assert_close(actual: Tensor, expected: Tensor, computed_in: torch.dtype | No
     """Compare with a float64 result. `computed_in`: the dtype of the arithmetic if it is coarser; `added`: terms of a sum."""
     relative, absolute = (max(pair) for pair in zip(TOLERANCE[actual.dtype], TOLERANCE[computed_in or actual.dtype]))
     torch.testing.assert_close(actual.double(), expected, rtol=relative, atol=absolute * math.sqrt(max(added, 1)), equal_nan=True)
+
+
+def assert_agree(actual: Tensor, expected: Tensor, added: float = 256) -> None:
+    """Compare what two routes make of a few hundred terms: the tolerance of the dtype, for values brought to order one."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    exact = expected.detach().double()
+    finite = exact[exact.isfinite()].abs()
+    size = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    relative, absolute = TOLERANCE[actual.dtype]
+    allowed = {"rtol": relative, "atol": absolute * size * math.sqrt(added)}
+    torch.testing.assert_close(actual.detach().double(), exact, **allowed, equal_nan=True)
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:

@@ -19,7 +19,9 @@ from targets import CUDA, HOST, REFERENCE, Target
 if TYPE_CHECKING:
     import torch
 
-pytest.register_assert_rewrite("checks", "contract_arrays", "contract_calls", "contract_gradients", "contract_transforms", "contract_values")
+pytest.register_assert_rewrite(
+    "checks", "contract_arrays", "contract_calls", "contract_gradients", "contract_transforms", "contract_values"
+)
 
 NO_DEVICE = "no CUDA device"
 collect_ignore_glob: list[str] = []

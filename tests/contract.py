@@ -6,14 +6,24 @@ The pieces: `checks` (the op as the contract sees it, tolerances, comparisons), 
 
 from __future__ import annotations
 
-from checks import TOLERANCE, OpUnderTest, assert_close, assert_same, check_forward, check_gradients, draw_arguments
+from checks import TOLERANCE, OpUnderTest, assert_agree, assert_close, assert_same, check_forward, check_gradients, draw_arguments
 from contract_arrays import Arrays
 from contract_calls import Calls
 from contract_gradients import Gradients
 from contract_transforms import Transforms
 from contract_values import Values
 
-__all__ = ["TOLERANCE", "Contract", "OpUnderTest", "assert_close", "assert_same", "check_forward", "check_gradients", "draw_arguments"]
+__all__ = [
+    "TOLERANCE",
+    "Contract",
+    "OpUnderTest",
+    "assert_agree",
+    "assert_close",
+    "assert_same",
+    "check_forward",
+    "check_gradients",
+    "draw_arguments",
+]
 
 
 class Contract(Values, Gradients, Calls, Transforms, Arrays):

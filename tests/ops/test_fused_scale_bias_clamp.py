@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import Contract, OpUnderTest, assert_same, check_forward, check_gradients, draw_arguments
+from contract import Contract, OpUnderTest, assert_agree, assert_same, check_forward, check_gradients, draw_arguments
 from targets import Target
 from torch import Tensor
 
@@ -65,22 +65,24 @@ def test_max_wins_where_min_is_larger(target: Target, generator: torch.Generator
     check_gradients(OP, target, arguments, (2.0, -2.0), torch.ones_like(y))
 
 
-@pytest.mark.parametrize("bounds", [(math.nan, 1.0), (-1.0, math.nan), (math.nan, None), (None, math.nan), (math.nan, math.nan)], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [(math.nan, 1.0), (-1.0, math.nan), (math.nan, None), (None, math.nan), (math.nan, math.nan)], ids=str
+)
 def test_nan_bounds(target: Target, generator: torch.Generator, bounds: tuple[Any, ...]) -> None:
     """Make everything NaN; the gradient is whatever PyTorch makes of that."""
     arguments = draw_arguments(OP, generator, LAST_DIM, [torch.float32], target.device)
     assert check_forward(OP, target, arguments, bounds).isnan().all()
-    compare_gradients(target, arguments, bounds)
+    compare_gradients(target, arguments, bounds, exact=False)
     as_tensors = tuple(bound if bound is None else torch.tensor(bound, device=target.device) for bound in bounds)
-    compare_gradients(target, arguments, as_tensors)
+    compare_gradients(target, arguments, as_tensors, exact=False)
 
 
-@pytest.mark.parametrize("bounds", [(-math.inf, math.inf), (-math.inf, 0.5), (math.inf, None), (None, -math.inf), (-1e300, 1e300)], ids=str)
+@pytest.mark.parametrize("bounds", [(-math.inf, math.inf), (-math.inf, 0.5), (math.inf, None), (None, -math.inf)], ids=str)
 def test_infinite_bounds(target: Target, generator: torch.Generator, bounds: tuple[Any, ...]) -> None:
     arguments = draw_arguments(OP, generator, LAST_DIM, [torch.float32], target.device)
     arguments[0][0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
     y = target.run(fused_scale_bias_clamp, *arguments, *bounds)
-    torch.testing.assert_close(y, composed(*arguments, *bounds), equal_nan=True)
+    assert_agree(y, composed(*arguments, *bounds))
     arguments = draw_arguments(OP, generator, LAST_DIM, [torch.float32], target.device)
     compare_gradients(target, arguments, bounds, exact=False)
 
@@ -97,7 +99,9 @@ def test_bounds_as_zero_dim_tensors(target: Target, generator: torch.Generator, 
                 assert_same(target.run(fused_scale_bias_clamp, *arguments, *bounds), expected)
     for bounds in ((low, None), (None, high)):
         numbers = tuple(bound if bound is None else bound.item() for bound in bounds)
-        assert_same(target.run(fused_scale_bias_clamp, *arguments, *bounds), target.run(fused_scale_bias_clamp, *arguments, *numbers))
+        assert_same(
+            target.run(fused_scale_bias_clamp, *arguments, *bounds), target.run(fused_scale_bias_clamp, *arguments, *numbers)
+        )
 
 
 @pytest.mark.parametrize("bounds", [(0, 255), (0.0, 200.5), (None, 20), (-1.5, None)], ids=str)
@@ -131,13 +135,15 @@ def compare_gradients(target: Target, arguments: list[Tensor], bounds: tuple[Any
         if exact:
             assert_same(gradient, right.to(gradient.dtype))
         else:
-            torch.testing.assert_close(gradient, right.to(gradient.dtype))
+            assert_agree(gradient, right.to(gradient.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("as_tensors", [False, True], ids=["numbers", "tensors"])
 @pytest.mark.parametrize("bounds", [(0, 255), (0, None), (None, 255), (128, 128), (255, 0), (200, 100)], ids=str)
-def test_gradient_exactly_at_a_bound_is_that_of_torch(target: Target, dtype: torch.dtype, as_tensors: bool, bounds: tuple[Any, ...]) -> None:
+def test_gradient_exactly_at_a_bound_is_that_of_torch(
+    target: Target, dtype: torch.dtype, as_tensors: bool, bounds: tuple[Any, ...]
+) -> None:
     """Pixels touch 0 and 255 all the time; small whole numbers, so that every sum is exact in every order."""
     pixels = torch.tensor([0, 255, 128, 1, 254, 100, 200, -1, 256, 0, 255, 127], dtype=torch.float64)
     x = pixels.repeat(2, 1).to(target.device, dtype)
