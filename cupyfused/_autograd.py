@@ -25,6 +25,7 @@ from ._torch import (
     eager_forward,
     find,
     is_plain,
+    is_watched,
     normalised,
     runs_kernel,
     signature,
@@ -45,17 +46,19 @@ def function(op: Op) -> Any:
 
     def forward(ctx: Any, *args: Any) -> Tensor:
         values, impl = normalised(args[:arguments]), args[arguments] if len(args) > arguments else "auto"
-        check_options(op, values)
+        if True in ctx.needs_input_grad[inputs:arguments]:
+            check_options(op, values)
         if runs_kernel(op, values[0], impl):
-            result, ctx.call = eager_forward(op, values, impl)
+            result, call = eager_forward(op, values, impl)
         else:
             result = compute_reference(op, values)
-            ctx.call = find(op, values, "reference", signature(values, ("reference", None, None), memory=False)[0])
-        saved = op.saved(ctx.needs_input_grad[:inputs], any(value is not None for value in values[inputs:]))
-        keep = [isinstance(value, Tensor) and (k >= inputs or op.inputs[k] in saved) for k, value in enumerate(values)]
-        ctx.save_for_backward(*(value for value, kept in zip(values, keep) if kept))
-        ctx.rest = tuple(_SAVED if kept else None if isinstance(value, Tensor) else value for value, kept in zip(values, keep))
-        ctx.devices = tuple(value.device if isinstance(value, Tensor) else None for value in values)
+            call = find(op, values, "reference", signature(values, ("reference", None, None), memory=False)[0])
+        places = call.saving.get(ctx.needs_input_grad)
+        if places is None:
+            places = call.saving[ctx.needs_input_grad] = _places_to_save(op, values, ctx.needs_input_grad)
+        ctx.save_for_backward(*[values[k] for k in places])
+        ctx.numbers = [None if isinstance(value, Tensor) else value for value in values]
+        ctx.call, ctx.places = call, places
         ctx.set_materialize_grads(False)
         return result
 
@@ -63,14 +66,16 @@ def function(op: Op) -> Any:
         nothing = (None,) * (len(ctx.needs_input_grad) - inputs)
         if grad_out is None:
             return (None,) * inputs + nothing
-        tensors = iter(ctx.saved_tensors)
-        values = [next(tensors) if value is _SAVED else value for value in ctx.rest]
+        values = ctx.numbers.copy()
+        for k, tensor in zip(ctx.places, ctx.saved_tensors):
+            values[k] = tensor
         wanted = ctx.needs_input_grad[:inputs]
-        if torch.is_grad_enabled() or ctx.call.backend is None or not is_plain((grad_out.resolve_neg(), *values)):
-            gradients = composed_gradients(op, ctx.call, grad_out, values, wanted, ctx.devices)
-        else:
-            gradients = eager_backward(op, ctx.call, grad_out.resolve_neg(), values, wanted)
-            gradients = [one if one is None else one.to(device) for one, device in zip(gradients, ctx.devices)]
+        if torch.is_grad_enabled() or ctx.call.backend is None or is_watched() or not is_plain((grad_out, *values)):
+            return (*composed_gradients(op, ctx.call, grad_out, values, wanted), *nothing)
+        gradients = eager_backward(op, ctx.call, grad_out, values, wanted)
+        for k in ctx.call.items:
+            if gradients[k] is not None:
+                gradients[k] = gradients[k].cpu()  # of a 0-dim CPU tensor beside CUDA arrays, which PyTorch too waits for
         return (*gradients, *nothing)
 
     name = "".join(part.capitalize() for part in op.name.split("_"))
@@ -79,7 +84,11 @@ def function(op: Op) -> Any:
     return type(name, (torch.autograd.Function,), body)
 
 
-_SAVED: Any = object()
+def _places_to_save(op: Op, values: Sequence[Any], needs: Sequence[bool]) -> Ints:
+    """Return the places of the tensors that backward reads."""
+    inputs = len(op.inputs)
+    read = op.saved(needs[:inputs], any(value is not None for value in values[inputs:]))
+    return tuple(k for k, value in enumerate(values) if isinstance(value, Tensor) and (k >= inputs or op.inputs[k] in read))
 
 
 # ---- the kernel ---------------------------------------------------------------------------------------------------------
@@ -109,7 +118,7 @@ def eager_backward(
 ) -> Gradients:
     """Launch the backward kernel; `values` are the arguments, None for an input that no wanted gradient reads."""
     address = grad_out.data_ptr()
-    key = (grad_out.stride(), address & 15, tuple(wanted), tuple(value is None for value in values))
+    key = (grad_out.stride(), address & 15, tuple(wanted), rules is None)
     planned = call.backward.get(key)
     if planned is None:
         planned = call.backward[key] = _plan(op, call, grad_out, values, wanted)
@@ -140,7 +149,7 @@ def eager_backward(
 def _slot(value: Any) -> int | float:
     if isinstance(value, Tensor):
         return value.data_ptr()
-    return 0 if value is None else value  # type: ignore[no-any-return]
+    return 0 if value is None else value
 
 
 def _fit(slots: Sequence[int | float], dtype: Dtype) -> list[int | float]:
@@ -168,9 +177,7 @@ def _plan(
 # ---- the composed expression --------------------------------------------------------------------------------------------
 
 
-def composed_gradients(
-    op: Op, call: Call, grad_out: Tensor, values: Sequence[Any], wanted: Sequence[bool], devices: Sequence[torch.device | None] = ()
-) -> Gradients:
+def composed_gradients(op: Op, call: Call, grad_out: Tensor, values: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
     """Compute the gradients by PyTorch operations; with grad mode on they can be differentiated again."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -180,7 +187,7 @@ def composed_gradients(
                 # Not kept since no gradient reads it: any value will do, and nothing of it reaches a second derivative.
                 one = _describe_gradient(call.operands[k])
                 assert one.array is not None and one.dtype is not None
-                blank = torch.zeros((), dtype=TORCH_DTYPES[one.dtype.name], device=devices[k])
+                blank = torch.zeros((), dtype=TORCH_DTYPES[one.dtype.name], device="cpu" if k in call.items else grad_out.device)
                 arguments[k] = blank.expand(one.array.shape).requires_grad_(asked)
             elif asked:
                 # An alias of its own, so that a tensor passed twice gets each place's gradient once.

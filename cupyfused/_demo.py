@@ -136,14 +136,14 @@ def train(operator: Operator, scene: Scene, size: Size, steps: int, title: str =
         torch.manual_seed(SEED)
         model = Denoiser(operator, size.features).to(device)
     optimiser = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    nn.functional.mse_loss(model(noisy), clean).backward()  # type: ignore[no-untyped-call]  # not timed: it compiles
+    nn.functional.mse_loss(model(noisy), clean).backward()  # not timed: it compiles
     losses: list[Tensor] = []
     watch = Watch(device)
     watch.mark()
     for _ in rich.progress.track(range(steps), description=f"{title:10}"):
         optimiser.zero_grad()
         loss = nn.functional.mse_loss(model(noisy), clean)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimiser.step()
         losses.append(loss.detach())  # read at the end: no step waits for the GPU
         watch.mark()
@@ -172,7 +172,7 @@ class Watch:
         if self._device is None:
             self._marks.append(time.perf_counter())
         else:
-            self._marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            self._marks.append(torch.cuda.Event(enable_timing=True))
             self._marks[-1].record(torch.cuda.current_stream(self._device))
 
     def read(self) -> tuple[list[float], int | None]:

@@ -67,10 +67,7 @@ def read(capsule: Any) -> Descriptor:
     else:
         tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
     shape = tuple(tensor.shape[: tensor.ndim])
-    if tensor.strides:
-        strides = tuple(tensor.strides[: tensor.ndim])
-    else:
-        strides = contiguous_strides(shape)
+    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else contiguous_strides(shape)
     kind = _CODES.get(tensor.code, "")
     name = {"bool": "bool", "bfloat": "bfloat16"}.get(kind, f"{kind}{tensor.bits}")
     dtype = BY_NAME.get(name) if tensor.lanes == 1 else None

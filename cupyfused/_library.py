@@ -177,4 +177,4 @@ def _autograd_kernel(op: Op) -> Callable[..., Tensor]:
 
 for _known in _op.OPS:
     register(_known)
-_op.register_with_torch = register
+_op.register_with_torch, _op.torch_call = register, _torch.call

@@ -31,7 +31,9 @@ _CAST = {"float16": "float32", "bfloat16": "float32"}
 cpu_impl = "reference"
 
 OPS: list[Op] = []
-register_with_torch: Callable[[Op], None] | None = None  # set by `_library` once PyTorch is there
+# Set by `_library` once PyTorch is there.
+register_with_torch: Callable[[Op], None] | None = None
+torch_call: Callable[..., Any] | None = None
 
 
 @dataclass(eq=False)
@@ -103,9 +105,9 @@ class Op:
 
     def __call__(self, *values: Any, out: Any = None, impl: str = "auto") -> Any:
         """Compute the op for any kind of array; the entry of every public function."""
-        torch_call = _torch_call(values[0])
-        if torch_call is not None:
-            return torch_call(self, values, out, impl)
+        call = _torch_call(values[0])
+        if call is not None:
+            return call(self, values, out, impl)
         x = values[0]
         if _arrays.kind_of(x) is None and hasattr(x, "__dlpack_device__"):
             borrowed = [_arrays.borrow(self, name, value) for name, value in zip((*self.inputs, *self.options), values)]
@@ -124,10 +126,9 @@ def _torch_call(x: Any) -> Callable[..., Any] | None:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         return None
-    from . import _library, _torch
-
-    del _library  # imported for what it does: the first tensor registers the ops
-    return _torch.call
+    if torch_call is None:
+        from . import _library  # noqa: F401  # the first tensor registers the ops, and sets torch_call
+    return torch_call
 
 
 @dataclass
@@ -142,7 +143,8 @@ class Call:
     launch: Launch | None
     operands: tuple[Operand, ...]  # as they were described the first time; their values and addresses are not to be used
     items: Ints  # operands whose value is read on the host: 0-dim CPU tensors beside CUDA arrays
-    backward: dict[Any, Any] = field(default_factory=dict)
+    saving: dict[Any, Ints] = field(default_factory=dict)  # which arguments backward needs, by the gradients asked for
+    backward: dict[Any, Any] = field(default_factory=dict)  # plans, by the gradients asked for and how the incoming one lies
 
 
 def open_operands(op: Op, kind: Kind, values: Sequence[Any], default_float: Dtype) -> tuple[Operand, ...]:
@@ -224,6 +226,10 @@ def _result_strides(shape: Ints, inputs: Sequence[Operand], options: Sequence[Op
         step_shape = _layout.broadcast_shapes([own.shape, other.shape])
         assert step_shape is not None
         own = Strided(step_shape, _layout.result_strides(step_shape, [own, other]))
+    given = [one for one in options if one.typed is not None]
+    if given:  # a step of its own; bounds count as operands only where all of them are tensors
+        bounds = [zero_dim] if all(one.typed is not None and one.typed.rank == Rank.ZERO_DIM for one in given) else []
+        return _layout.result_strides(shape, [own, *bounds])
     return own.strides
 
 

@@ -12,6 +12,8 @@ Loaded when the first tensor comes; importing cupyfused does not import torch.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +48,6 @@ __all__ = [
 
 DTYPES: dict[torch.dtype, Dtype] = {getattr(torch, name): dtype for name, dtype in BY_NAME.items()}
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BY_NAME}
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
-_NUMBER_TYPES = frozenset((float, int, bool, type(None)))
 _DEVICE_TYPES: dict[str, Any] = {"cpu": _dlpack.CPU, "cuda": _dlpack.CUDA}
 
 
@@ -97,24 +97,34 @@ def _stream(device: int) -> int:
 _functorch_level = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 _mode_count = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _tracing_state = getattr(torch._C, "_get_tracing_state", None)
+_is_wrapped: Callable[[Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda value: False
+)
 _has_gates = None not in (_functorch_level, _mode_count, _tracing_state) and hasattr(torch.autograd.forward_ad, "_current_level")
 
 
-def is_plain(values: Sequence[Any]) -> bool:
-    """Whether nothing watches or transforms this call: no functorch level, dual, dispatch mode, tracing, subclass or lazy sign.
+def is_watched() -> bool:
+    """Whether something watches or transforms calls: a functorch level, a dual level, a dispatch mode, or jit tracing.
 
     Each of these would see only the allocation of the result if the kernel were launched behind its back, and a replay would
-    return uninitialised memory. The names probed are private; without one of them no call is plain, and the registered
-    operators, which are public, carry them all.
+    return uninitialised memory. The names probed are private; without one of them every call counts as watched, and the
+    registered operators, which are public, carry them all.
     """
     if not _has_gates or _functorch_level() is not None or _mode_count() or _tracing_state() is not None:  # type: ignore[misc]
-        return False
-    if torch.autograd.forward_ad._current_level >= 0:
-        return False
+        return True
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_plain(values: Sequence[Any]) -> bool:
+    """Whether all tensors are plain ones with memory: no subclass, no wrapper of functorch, no lazy sign, not meta."""
     for value in values:
-        if isinstance(value, Tensor) and (type(value) not in _PLAIN_TYPES or value.is_neg() or value.is_meta):
+        kind = type(value)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            if value.is_neg() or _is_wrapped(value):
+                return False
+        elif isinstance(value, Tensor):
             return False
-    return True
+    return not any(isinstance(value, Tensor) and value.is_meta for value in values[:1])
 
 
 def is_transformed() -> bool:
@@ -123,23 +133,21 @@ def is_transformed() -> bool:
     return in_functorch or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
-def call(op: Op, values: tuple[Any, ...], out: Tensor | None, impl: str) -> Tensor:
+def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor:
     """Compute an op for a torch.Tensor, by whichever route is right."""
     if torch.compiler.is_compiling():
         from ._library import traced_call
 
         return traced_call(op, values)
-    needs_gradient = torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in values)
     if out is not None:
-        return _call_out(op, values, out, impl, needs_gradient)
-    if is_plain(values):
+        return _call_out(op, values, out, impl)
+    values = normalised(values)
+    if not is_watched() and is_plain(values):
         if not runs_kernel(op, values[0], impl):
             check_options(op, values)
             return compute_reference(op, values)
-        if needs_gradient:
-            from ._autograd import function
-
-            return function(op).apply(*values, impl)  # type: ignore[no-any-return]
+        if needs_gradient(values):
+            return _function(op).apply(*values, impl)  # type: ignore[no-any-return]
         return eager_forward(op, values, impl)[0]
     check_options(op, values)
     if is_transformed() or impl == "reference":
@@ -147,6 +155,20 @@ def call(op: Op, values: tuple[Any, ...], out: Tensor | None, impl: str) -> Tens
     from ._library import traced_call
 
     return traced_call(op, values)
+
+
+def needs_gradient(values: Sequence[Any]) -> bool:
+    """Whether a gradient is asked for."""
+    if torch.is_grad_enabled():
+        for value in values:
+            if isinstance(value, Tensor) and value.requires_grad:
+                return True
+    return False
+
+
+@functools.cache
+def _function(op: Op) -> Any:
+    return importlib.import_module("cupyfused._autograd").function(op)
 
 
 def runs_kernel(op: Op, x: Tensor, impl: str) -> bool:
@@ -200,24 +222,27 @@ def _check_storable(op: Op, name: str, value: Tensor) -> None:
 
 def normalised(values: Sequence[Any]) -> Sequence[Any]:
     """Return the values with NumPy scalars as numbers, which is what they count as beside a tensor."""
-    if all(type(value) in _PLAIN_TYPES or type(value) in _NUMBER_TYPES for value in values):
-        return values
-    numbers = [None if isinstance(value, Tensor) else _arrays.as_number(value) for value in values]
-    return tuple(value if number is None else number for value, number in zip(values, numbers))
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is float or value is None or kind is int or kind is torch.nn.Parameter or kind is bool:
+            continue
+        numbers = [None if isinstance(one, Tensor) else _arrays.as_number(one) for one in values]
+        return tuple(one if number is None else number for one, number in zip(values, numbers))
+    return values
 
 
 def signature(values: Sequence[Any], head: tuple[Any, ...], memory: bool = True) -> tuple[tuple[Any, ...], list[Any]]:
     """Return a call's key and, for each operand, its address or number."""
-    key: list[Any] = [*head, torch.get_default_dtype()]
+    key: list[Any] = [head, torch.get_default_dtype()]
     slots: list[Any] = []
     for value in values:
-        if isinstance(value, Tensor):
-            address = value.data_ptr() if memory else 0
-            key += (value.dtype, value.shape, value.stride(), value.device if not memory else value.get_device(), address & 15)
-            slots.append(address)
-        elif value is None:
+        if value is None:
             key.append(None)
             slots.append(0)
+        elif isinstance(value, Tensor):
+            address = value.data_ptr() if memory else 0
+            key += (value.dtype, value.shape, value.stride(), value.get_device() if memory else value.device, address & 15)
+            slots.append(address)
         else:
             key.append(type(value))
             slots.append(value)
@@ -238,8 +263,7 @@ def find(op: Op, values: Sequence[Any], impl: str, key: tuple[Any, ...], dtype: 
 
 
 def eager_forward(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None = None) -> tuple[Tensor, Call]:
-    """Launch the forward kernel on plain tensors; `dtype` overrides the promoted one."""
-    values = normalised(values)
+    """Launch the forward kernel on plain tensors and numbers; `dtype` overrides the promoted one."""
     key, slots = signature(values, (impl, _op.cpu_impl, dtype))
     found = find(op, values, impl, key, dtype)
     x = values[0]
@@ -254,15 +278,15 @@ def eager_forward(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None 
     return result, found
 
 
-def _call_out(op: Op, values: Sequence[Any], out: Tensor, impl: str, needs_gradient: bool) -> Tensor:
+def _call_out(op: Op, values: Sequence[Any], out: Tensor, impl: str) -> Tensor:
     if not isinstance(out, Tensor):
         raise DtypeError(message(op.name, "out", expected="a torch.Tensor", got=type(out).__name__))
-    if needs_gradient or (torch.is_grad_enabled() and out.requires_grad):
+    if needs_gradient((*values, out)):
         remedy = "Call it without out=, or under torch.no_grad()."
         raise OperandError(
             message(op.name, "out", expected="no gradient to be asked for", got="an input or out with requires_grad", remedy=remedy)
         )
-    if not is_plain((*values, out)):
+    if is_watched() or not is_plain((*values, out)):
         remedy = "Call it without out=."
         raise OperandError(
             message(op.name, "out", expected="a plain eager call", got="a traced, transformed or subclassed one", remedy=remedy)

@@ -129,14 +129,14 @@ def test_broadcast_strides_walk_what_expand_walks(shape: list[int], data: st.Dat
 
 
 @given(operands(2))
-@thorough(600)
+@thorough(400)
 def test_result_strides_are_those_of_a_binary_operation(pair: list[Strided]) -> None:
     shape, _ = broadcast(pair)
     assert _layout.result_strides(shape, pair) == torch.mul(*map(made, pair)).stride()
 
 
 @given(operands(3))
-@thorough(300)
+@thorough(200)
 def test_result_strides_fold_to_those_of_the_composed_expression(three: list[Strided]) -> None:
     own = three[0]
     for other in three[1:]:
@@ -152,7 +152,7 @@ BOUNDS = [(-0.5, None), (None, 0.5), (-0.5, 0.5), (torch.tensor(-0.5), None), (t
 
 
 @given(operands(3), st.sampled_from(BOUNDS))
-@thorough(300)
+@thorough(200)
 def test_a_clamped_result_has_the_strides_of_the_composed_expression(three: list[Strided], bounds: tuple[Any, Any]) -> None:
     x, scale, bias = map(made, three)
     expected = (x * scale + bias).clamp(*bounds)
@@ -166,7 +166,7 @@ def test_bounds_that_are_numbers_make_a_clamped_column_contiguous() -> None:
 
 
 @given(geometries())
-@thorough(300)
+@thorough(200)
 def test_result_strides_of_a_unary_operation_and_beside_a_number(array: Strided) -> None:
     assert _layout.result_strides(array.shape, [array]) == made(array).clamp(-0.5, 0.5).stride()
     assert _layout.result_strides(array.shape, [array, Strided((), ())]) == (made(array) * 2.5).stride()
@@ -201,7 +201,7 @@ def test_result_strides_of_every_order_of_four_dims(shape: Ints, order: Ints) ->
 
 
 @given(geometries())
-@thorough(300)
+@thorough(200)
 def test_contiguous_is_what_torch_calls_contiguous(array: Strided) -> None:
     assert _layout.is_contiguous(array) == made(array).is_contiguous()
     assert _layout.contiguous_strides(array.shape) == torch.empty(array.shape).stride()
@@ -214,7 +214,7 @@ def test_dense_means_that_every_place_of_one_stretch_is_taken_once(array: Stride
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
-@thorough(300)
+@thorough(200)
 def test_what_does_not_overlap_itself_has_a_place_for_each_index(shape: list[int], data: st.DataObject) -> None:
     strides = tuple(data.draw(st.integers(-9, 9)) for _ in shape)
     places = offsets(shape, strides)
