@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from . import _dlpack, _kernel, _launch
-from ._dtypes import BY_NAME, DTYPES, Dtype, Rank, Typed, number_dtype
+from ._dtypes import BY_NAME, Dtype, Rank, Typed, number_dtype
 from ._layout import Ints, Strided
 from ._plan import Backend, Described
 from .errors import CudaError, CupyfusedError, DtypeError, OperandError, message
@@ -22,16 +22,38 @@ from .errors import CudaError, CupyfusedError, DtypeError, OperandError, message
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["CPU", "CupyKind", "Device", "Kind", "NumpyKind", "Operand", "as_number", "cuda_backend", "kind_of", "open_door"]
+__all__ = [
+    "CPU",
+    "CupyKind",
+    "Device",
+    "Kind",
+    "NumpyKind",
+    "Operand",
+    "as_number",
+    "cuda_backend",
+    "device_name",
+    "kind_of",
+    "open_door",
+]
 
 CPU = (_dlpack.CPU, 0)
 Device = tuple[Any, int]  # DLPack's number of the device type, or the library's name for one that has none; and the index
+
+
+def device_name(device: Device | None) -> str:
+    """Return "cpu" or "cuda:0"."""
+    if device is None or device[0] == _dlpack.CPU:
+        return "cpu"
+    return f"cuda:{device[1]}" if device[0] == _dlpack.CUDA else f"{device[0]}:{device[1]}"
 
 
 class Kind(Protocol):
     """What the core asks of an array library."""
 
     name: str
+
+    def refuses(self, array: Any) -> str | None:
+        """Return what an array is if kernels cannot store it, None if they can."""
 
     def read(self, array: Any) -> _dlpack.Descriptor:
         """Return where an array lies and what it holds."""
@@ -73,11 +95,13 @@ class NumpyKind:
 
     name = "numpy.ndarray"
 
+    def refuses(self, array: Any) -> str | None:
+        return None if array.dtype.name in BY_NAME and array.dtype.isnative else f"{array.dtype}"
+
     def read(self, array: Any) -> _dlpack.Descriptor:
         size = array.dtype.itemsize
         strides = tuple(stride // size for stride in array.strides) if size else (0,) * array.ndim
-        dtype = BY_NAME.get(array.dtype.name) if array.dtype.isnative else None
-        return _dlpack.Descriptor(array.ctypes.data, array.shape, strides, dtype, CPU)
+        return _dlpack.Descriptor(array.ctypes.data, array.shape, strides, BY_NAME[array.dtype.name], CPU)
 
     def address(self, array: Any) -> int:
         return int(array.ctypes.data)
@@ -93,6 +117,9 @@ class CupyKind:
     """cupy.ndarray."""
 
     name = "cupy.ndarray"
+
+    def refuses(self, array: Any) -> str | None:
+        return None if array.dtype.name in BY_NAME else f"{array.dtype}"
 
     def read(self, array: Any) -> _dlpack.Descriptor:
         with array.device:  # an export from another device than the current one is refused
@@ -156,22 +183,25 @@ def open_door(op: Op, kind: Kind, name: str, value: Any, default_float: Dtype, o
     own = kind_of(value)
     if own is None or own.name != kind.name:
         raise _not_an_operand(op, kind, name, value, own, optional)
+    got = kind.refuses(value)
+    if got is not None:
+        expected = f"a strided array of one of the dtypes {', '.join(BY_NAME)}"
+        raise DtypeError(message(op.name, name, expected=expected, got=got, remedy="Convert it first."))
     told = kind.read(value)
-    if told.dtype is None:
-        raise DtypeError(
-            message(op.name, name, expected=f"one of the dtypes {_dtype_names()}", got=f"{value.dtype}", remedy="Convert it first.")
-        )
+    assert told.dtype is not None
     if optional and told.shape:
         raise OperandError(
-            message(op.name, name, expected="a number, None or a 0-dim array", got=f"an array of shape {told.shape}")
+            message(
+                op.name,
+                name,
+                expected="a number, None or a 0-dim array",
+                got=f"an array of shape {told.shape}",
+                remedy="Pass one element of it.",
+            )
         )
     typed = Typed(told.dtype, Rank.ARRAY if told.shape else Rank.ZERO_DIM)
     described = Described(told.dtype, Strided(told.shape, told.strides), told.address % 16)
     return Operand(value, described, typed, told.device, told.address)
-
-
-def _dtype_names() -> str:
-    return ", ".join(dtype.name for dtype in DTYPES)
 
 
 def _not_an_operand(op: Op, kind: Kind, name: str, value: Any, own: Kind | None, optional: bool) -> CupyfusedError:
@@ -182,8 +212,10 @@ def _not_an_operand(op: Op, kind: Kind, name: str, value: Any, own: Kind | None,
             message(op.name, name, expected=f"a {kind.name} like {op.inputs[0]}, or a number", got=f"a {own.name}", remedy=remedy)
         )
     if optional:
-        return DtypeError(message(op.name, name, expected="a number, None or a 0-dim array", got=got))
-    return DtypeError(message(op.name, name, expected=f"a {kind.name} or a number", got=got))
+        return DtypeError(
+            message(op.name, name, expected="a number, None or a 0-dim array", got=got, remedy="Pass a Python number.")
+        )
+    return DtypeError(message(op.name, name, expected=f"a {kind.name} or a number", got=got, remedy="Convert it first."))
 
 
 # ---- other producers of DLPack ------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import _layout
 from ._arrays import Operand
 from ._dtypes import Dtype, fit_number
+from ._gates import is_plain, is_watched
 from ._layout import Ints, Strided
 from ._op import Call
 from ._plan import Described, storage
@@ -24,8 +25,6 @@ from ._torch import (
     compute_reference,
     eager_forward,
     find,
-    is_plain,
-    is_watched,
     normalised,
     runs_kernel,
     signature,

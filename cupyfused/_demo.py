@@ -239,13 +239,21 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         return torch.device("cpu"), f"Running on the CPU ({reason}). {same}."
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cuda") or (index and not index.isdecimal()):
-        raise OperandError(message("demo", "--device", expected="auto, cpu, cuda or cuda:1", got=name))
+        raise OperandError(message("demo", "--device", expected="auto, cpu, cuda or cuda:1", got=name, remedy="See --help."))
     if not runs_kernels:
         remedy = "`python -m cupyfused doctor` says what mends it; --device cpu needs no GPU."
         raise CudaError(message("demo", "--device", expected="a GPU that kernels run on", got=on_cuda.reason, remedy=remedy))
     count = torch.cuda.device_count()
     if int(index or 0) >= count:
-        raise OperandError(message("demo", "--device", expected=f"one of {count} GPUs, numbered from 0", got=name))
+        raise OperandError(
+            message(
+                "demo",
+                "--device",
+                expected=f"one of {count} GPUs, numbered from 0",
+                got=name,
+                remedy="Leave it out to take the first.",
+            )
+        )
     device = torch.device("cuda", int(index or 0))
     return device, f"Running on {torch.cuda.get_device_name(device)} ({on_cuda.reason})."
 

@@ -110,7 +110,7 @@ def overlaps_itself(array: Strided) -> bool:
     return False
 
 
-_CHANNELS_LAST = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
+_CHANNELS_LAST = (1, 3, 2, 0)
 
 
 def result_strides(shape: Ints, operands: Sequence[Strided]) -> Ints:
@@ -118,9 +118,8 @@ def result_strides(shape: Ints, operands: Sequence[Strided]) -> Ints:
     if all(operand.shape == shape for operand in operands):
         if all(map(is_contiguous, operands)):
             return contiguous_strides(shape)
-        channels_last = _CHANNELS_LAST.get(len(shape))
-        if channels_last is not None and all(is_contiguous(operand, channels_last) for operand in operands):
-            return contiguous_strides(shape, channels_last)
+        if len(shape) == 4 and all(is_contiguous(operand, _CHANNELS_LAST) for operand in operands):
+            return contiguous_strides(shape, _CHANNELS_LAST)
         if all(operand.strides == operands[0].strides and is_dense(operand) for operand in operands):
             return operands[0].strides
     order = _order(shape, [broadcast_strides(operand, shape) for operand in operands])

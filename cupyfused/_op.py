@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from . import _arrays, _dlpack, _kernel, _layout
-from ._arrays import Kind, Operand
+from ._arrays import Kind, Operand, device_name
 from ._dtypes import BY_NAME, Dtype, Rank, Typed, fit_number, result_type
 from ._launch import Launch
 from ._layout import Ints, Strided
+from ._out import check_out, open_out
 from ._plan import Backend, Described, map_plan
 from .errors import CudaError, DtypeError, OperandError, message
 
@@ -166,13 +167,6 @@ def open_operands(op: Op, kind: Kind, values: Sequence[Any], default_float: Dtyp
     return tuple(operands)
 
 
-def device_name(device: _arrays.Device | None) -> str:
-    """Return "cpu" or "cuda:0"."""
-    if device is None or device[0] == _dlpack.CPU:
-        return "cpu"
-    return f"cuda:{device[1]}" if device[0] == _dlpack.CUDA else f"{device[0]}:{device[1]}"
-
-
 def fold_types(typed: Sequence[Typed]) -> Dtype:
     """Return the dtype of the composed expression: each operand in turn, as PyTorch promotes."""
     result = typed[0]
@@ -199,12 +193,14 @@ def decide(op: Op, operands: tuple[Operand, ...], out: Operand | None, backend: 
     shape = _layout.broadcast_shapes([array.shape for _, array in arrays])
     if shape is None:
         got = ", ".join(f"{name} {array.shape}" for name, array in arrays)
-        raise OperandError(message(op.name, "operands", expected="shapes that broadcast together", got=got))
+        raise OperandError(
+            message(op.name, "operands", expected="shapes that broadcast together", got=got, remedy="Reshape one of them.")
+        )
     strides = _result_strides(shape, inputs, options)
     device = operands[0].device
     assert device is not None
     if out is not None:
-        _check_out(op, out, operands, shape, dtype, device)
+        check_out(op, out, operands, shape, dtype, device)
         assert out.described.array is not None
         strides = out.described.array.strides
     launch = None
@@ -233,54 +229,6 @@ def _result_strides(shape: Ints, inputs: Sequence[Operand], options: Sequence[Op
     return own.strides
 
 
-def _check_out(op: Op, out: Operand, operands: Sequence[Operand], shape: Ints, dtype: Dtype, device: _arrays.Device) -> None:
-    told, geometry = out.described, out.described.array
-    assert geometry is not None and told.dtype is not None
-    if geometry.shape != shape:
-        raise OperandError(message(op.name, "out", expected=f"shape {shape}", got=f"{geometry.shape}"))
-    if told.dtype is not dtype:
-        raise DtypeError(message(op.name, "out", expected=f"dtype {dtype.name}", got=told.dtype.name))
-    if out.device != device:
-        raise OperandError(message(op.name, "out", expected=f"device {device_name(device)}", got=device_name(out.device)))
-    if _layout.overlaps_itself(geometry):
-        raise OperandError(
-            message(op.name, "out", expected="elements that each have a place of their own", got=f"strides {geometry.strides}")
-        )
-    for name, one in zip((*op.inputs, *op.options), operands):
-        own = one.described.array
-        same = own is not None and one.address == out.address and own == geometry and one.described.dtype is told.dtype
-        if own is not None and not same and _share_memory(one, out):
-            remedy = "Pass x itself or an array of its own."
-            raise OperandError(
-                message(
-                    op.name, "out", expected=f"memory apart from {name}, or {name} itself", got="a partial overlap", remedy=remedy
-                )
-            )
-
-
-class _Extent:
-    """Lets NumPy reason about memory that it must not read."""
-
-    def __init__(self, one: Operand):
-        array, dtype = one.described.array, one.described.dtype
-        assert array is not None and dtype is not None
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (one.address, False),
-            "shape": array.shape,
-            "strides": tuple(stride * dtype.size for stride in array.strides),
-            "typestr": f"|V{dtype.size}",
-        }
-
-
-def _share_memory(a: Operand, b: Operand) -> bool:
-    first, second = np.asarray(_Extent(a)), np.asarray(_Extent(b))
-    try:
-        return bool(np.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]  # NumPy's stub knows 0 and -1 only
-    except np.exceptions.TooHardError:
-        return True
-
-
 def run(op: Op, call: Call, stream: int, result: int, slots: Sequence[Any]) -> None:
     """Launch a forward call with an address or number for each operand."""
     assert call.launch is not None
@@ -298,7 +246,15 @@ def fitted(op: Op, call: Call, slots: Sequence[Any]) -> list[Any]:
             number = fit_number(slots[k], call.dtype)
             if k >= len(op.inputs) and not call.dtype.is_floating and number != slots[k]:
                 name = op.options[k - len(op.inputs)]
-                raise OperandError(message(op.name, name, expected=f"a number that {call.dtype.name} holds", got=f"{slots[k]}"))
+                raise OperandError(
+                    message(
+                        op.name,
+                        name,
+                        expected=f"a number that {call.dtype.name} holds",
+                        got=f"{slots[k]}",
+                        remedy="Pass a bound in range, or None.",
+                    )
+                )
             result[k] = number
     return result
 
@@ -311,7 +267,11 @@ IMPLS = ("auto", "cuda", "reference", "host")
 def choose_backend(op: Op, impl: str, device: _arrays.Device) -> Backend | None:
     """Return where a call runs, None for the reference expression; never a silent fallback."""
     if impl not in IMPLS:
-        raise OperandError(message(op.name, "impl", expected=f"one of {', '.join(IMPLS[:3])}", got=repr(impl)))
+        raise OperandError(
+            message(
+                op.name, "impl", expected=f"one of {', '.join(IMPLS[:3])}", got=repr(impl), remedy="Leave it out for the default."
+            )
+        )
     on_cuda = device[0] == _dlpack.CUDA
     if impl == "auto":
         impl = "cuda" if on_cuda else cpu_impl
@@ -320,11 +280,25 @@ def choose_backend(op: Op, impl: str, device: _arrays.Device) -> Backend | None:
     if impl == "cuda":
         if not on_cuda:
             raise CudaError(
-                message(op.name, "impl", expected="CUDA arrays with impl='cuda'", got=f"arrays on {device_name(device)}")
+                message(
+                    op.name,
+                    "impl",
+                    expected="CUDA arrays with impl='cuda'",
+                    got=f"arrays on {device_name(device)}",
+                    remedy="Move them to a CUDA device, or leave impl out.",
+                )
             )
         return _arrays.cuda_backend(device[1])
     if on_cuda:
-        raise CudaError(message(op.name, "impl", expected="CPU arrays with impl='host'", got=f"arrays on {device_name(device)}"))
+        raise CudaError(
+            message(
+                op.name,
+                "impl",
+                expected="CPU arrays with impl='host'",
+                got=f"arrays on {device_name(device)}",
+                remedy="Leave impl out.",
+            )
+        )
     from . import _host
 
     return _host.backend
@@ -335,9 +309,7 @@ def _call_arrays(op: Op, kind: Kind, values: Sequence[Any], out: Any, impl: str)
     device = operands[0].device
     assert device is not None
     backend = choose_backend(op, impl, device)
-    opened = None if out is None else _arrays.open_door(op, kind, "out", out, BY_NAME["float32"], optional=False)
-    if opened is not None and opened.described.array is None:
-        raise DtypeError(message(op.name, "out", expected=f"a {kind.name}", got=type(out).__name__))
+    opened = None if out is None else open_out(op, kind, out)
     signature = tuple((type(one.value) if one.device is None else None, one.described, one.typed) for one in operands)
     key = None if opened else (kind.name, device, backend and backend.name, signature)
     call = op.calls.get(key) if key else None

@@ -18,16 +18,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.autograd.forward_ad
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from . import _arrays, _dlpack, _op
 from ._arrays import Device
 from ._dtypes import BY_NAME, Dtype
+from ._gates import is_plain, is_transformed, is_watched, needs_gradient
 from ._layout import Ints
 from ._op import Call
-from .errors import CudaError, DtypeError, OperandError, message
+from ._out import open_out
+from .errors import CudaError, OperandError, message
 
 if TYPE_CHECKING:
     from ._op import Op
@@ -59,11 +60,20 @@ class TorchKind:
     def __init__(self, reads_memory: bool):
         self._reads_memory = reads_memory
 
+    def refuses(self, array: Tensor) -> str | None:
+        if array.is_nested:
+            return "a nested tensor"
+        if array.layout != torch.strided:
+            return f"a tensor of layout {array.layout}"
+        if array.is_quantized:
+            return "a quantised tensor"
+        return None if array.dtype in DTYPES else str(array.dtype)
+
     def read(self, array: Tensor) -> _dlpack.Descriptor:
         """Read the DLPack descriptor, or what the tensor says of itself where no kernel will touch its memory."""
         device = (_DEVICE_TYPES.get(array.device.type, array.device.type), array.device.index or 0)
         shape, strides = tuple(array.shape), array.stride()
-        if not self._reads_memory:
+        if not self._reads_memory or array.device.type not in _DEVICE_TYPES:
             return _dlpack.Descriptor(0, shape, strides, DTYPES[array.dtype], device)
         told = _dlpack.read(to_dlpack(array.detach()))  # detached: an export of a tensor that requires grad is refused
         # The export rewrites the strides of dims of extent 1, on which the strides of results depend.
@@ -74,7 +84,7 @@ class TorchKind:
         return array.data_ptr()
 
     def empty(self, shape: Ints, strides: Ints, dtype: Dtype, device: Device) -> Tensor:
-        return torch.empty_strided(shape, strides, dtype=TORCH_DTYPES[dtype.name], device=_op.device_name(device))
+        return torch.empty_strided(shape, strides, dtype=TORCH_DTYPES[dtype.name], device=_arrays.device_name(device))
 
     def stream(self, device: Device) -> int:
         return _stream(device[1]) if device[0] == _dlpack.CUDA else 0
@@ -92,45 +102,7 @@ def _stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-# ---- the gates of the short cut -----------------------------------------------------------------------------------------
-
-_functorch_level = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-_mode_count = getattr(torch._C, "_len_torch_dispatch_stack", None)
-_tracing_state = getattr(torch._C, "_get_tracing_state", None)
-_is_wrapped: Callable[[Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda value: False
-)
-_has_gates = None not in (_functorch_level, _mode_count, _tracing_state) and hasattr(torch.autograd.forward_ad, "_current_level")
-
-
-def is_watched() -> bool:
-    """Whether something watches or transforms calls: a functorch level, a dual level, a dispatch mode, or jit tracing.
-
-    Each of these would see only the allocation of the result if the kernel were launched behind its back, and a replay would
-    return uninitialised memory. The names probed are private; without one of them every call counts as watched, and the
-    registered operators, which are public, carry them all.
-    """
-    if not _has_gates or _functorch_level() is not None or _mode_count() or _tracing_state() is not None:  # type: ignore[misc]
-        return True
-    return torch.autograd.forward_ad._current_level >= 0
-
-
-def is_plain(values: Sequence[Any]) -> bool:
-    """Whether all tensors are plain ones with memory: no subclass, no wrapper of functorch, no lazy sign, not meta."""
-    for value in values:
-        kind = type(value)
-        if kind is Tensor or kind is torch.nn.Parameter:
-            if value.is_neg() or _is_wrapped(value):
-                return False
-        elif isinstance(value, Tensor):
-            return False
-    return not any(isinstance(value, Tensor) and value.is_meta for value in values[:1])
-
-
-def is_transformed() -> bool:
-    """Whether functorch or forward mode is at work."""
-    in_functorch = _functorch_level is not None and _functorch_level() is not None
-    return in_functorch or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+# ---- the routes -------------------------------------------------------------------------------------------------------
 
 
 def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor:
@@ -139,6 +111,14 @@ def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor
         from ._library import traced_call
 
         return traced_call(op, values)
+    try:
+        return _route(op, values, out, impl)
+    except (RuntimeError, NotImplementedError):
+        _open(op, values, _TORCH_UNREAD)  # what PyTorch refuses, a tensor without strides say, has an error of ours that names it
+        raise
+
+
+def _route(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor:
     if out is not None:
         return _call_out(op, values, out, impl)
     values = normalised(values)
@@ -152,18 +132,10 @@ def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor
     check_options(op, values)
     if is_transformed() or impl == "reference":
         return compute_reference(op, values)
+    _open(op, values, _TORCH_UNREAD)  # for its checks
     from ._library import traced_call
 
     return traced_call(op, values)
-
-
-def needs_gradient(values: Sequence[Any]) -> bool:
-    """Whether a gradient is asked for."""
-    if torch.is_grad_enabled():
-        for value in values:
-            if isinstance(value, Tensor) and value.requires_grad:
-                return True
-    return False
 
 
 @functools.cache
@@ -197,27 +169,8 @@ def check_options(op: Op, values: Sequence[Any]) -> None:
 # ---- forward ------------------------------------------------------------------------------------------------------------
 
 
-def _open(op: Op, values: Sequence[Any], kind: TorchKind = TORCH, out: Any = None) -> tuple[_arrays.Operand, ...]:
-    for name, value in zip((*op.inputs, *op.options, "out"), (*values, out)):
-        if isinstance(value, Tensor):
-            _check_storable(op, name, value)
+def _open(op: Op, values: Sequence[Any], kind: TorchKind = TORCH) -> tuple[_arrays.Operand, ...]:
     return _op.open_operands(op, kind, values, DTYPES.get(torch.get_default_dtype(), BY_NAME["float32"]))
-
-
-def _check_storable(op: Op, name: str, value: Tensor) -> None:
-    """Refuse what has no strides or no kernel dtype, before anything is exported."""
-    got = None
-    if value.is_nested:
-        got = "a nested tensor"
-    elif value.layout != torch.strided:
-        got = f"a tensor of layout {value.layout}"
-    elif value.is_quantized:
-        got = "a quantised tensor"
-    elif value.dtype not in DTYPES:
-        got = str(value.dtype)
-    if got is not None:
-        expected = f"a strided tensor of one of the dtypes {', '.join(BY_NAME)}"
-        raise DtypeError(message(op.name, name, expected=expected, got=got, remedy="Convert it first."))
 
 
 def normalised(values: Sequence[Any]) -> Sequence[Any]:
@@ -278,25 +231,23 @@ def eager_forward(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None 
     return result, found
 
 
-def _call_out(op: Op, values: Sequence[Any], out: Tensor, impl: str) -> Tensor:
-    if not isinstance(out, Tensor):
-        raise DtypeError(message(op.name, "out", expected="a torch.Tensor", got=type(out).__name__))
+def _call_out(op: Op, values: Sequence[Any], out: Any, impl: str) -> Tensor:
     if needs_gradient((*values, out)):
         remedy = "Call it without out=, or under torch.no_grad()."
         raise OperandError(
             message(op.name, "out", expected="no gradient to be asked for", got="an input or out with requires_grad", remedy=remedy)
         )
+    opened = open_out(op, TORCH if isinstance(out, Tensor) and is_plain((out,)) else _TORCH_UNREAD, out)
     if is_watched() or not is_plain((*values, out)):
         remedy = "Call it without out=."
         raise OperandError(
             message(op.name, "out", expected="a plain eager call", got="a traced, transformed or subclassed one", remedy=remedy)
         )
     values = normalised(values)
-    operands = _open(op, values, out=out)
+    operands = _open(op, values)
     device = operands[0].device
     assert device is not None
     backend = _op.choose_backend(op, impl, device) if runs_kernel(op, values[0], impl) else None
-    opened = _arrays.open_door(op, TORCH, "out", out, BY_NAME["float32"], optional=False)
     decided = _op.decide(op, operands, opened, backend)
     if decided.launch is not None:
         slots = [values[k].item() if k in decided.items else one.address or one.value or 0 for k, one in enumerate(operands)]
@@ -304,7 +255,7 @@ def _call_out(op: Op, values: Sequence[Any], out: Tensor, impl: str) -> Tensor:
     elif backend is None:
         out.copy_(compute_reference(op, values))
     torch.autograd.graph.increment_version(out)
-    return out
+    return out  # type: ignore[no-any-return]
 
 
 # ---- the composed expression --------------------------------------------------------------------------------------------

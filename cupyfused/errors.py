@@ -25,7 +25,7 @@ class CompileError(CupyfusedError, RuntimeError):
     """NVRTC refused a kernel; the message carries its log."""
 
 
-def message(op: str, argument: str, *, expected: str, got: str, remedy: str = "") -> str:
+def message(op: str, argument: str, *, expected: str, got: str, remedy: str) -> str:
     """Word an error: which operator, which argument, what was expected, what came, and what mends it.
 
     Examples
@@ -33,4 +33,4 @@ def message(op: str, argument: str, *, expected: str, got: str, remedy: str = ""
     >>> message("fused_scale_bias", "scale", expected="a number or an array", got="a list", remedy="Pass torch.tensor(scale).")
     'fused_scale_bias: scale: expected a number or an array, got a list. Pass torch.tensor(scale).'
     """
-    return f"{op}: {argument}: expected {expected}, got {got}." + (f" {remedy}" if remedy else "")
+    return f"{op}: {argument}: expected {expected}, got {got}. {remedy}"

@@ -122,7 +122,7 @@ def draw_arguments(
 
 
 def near_kink(op: OpUnderTest, arguments: Sequence[Any]) -> Tensor | None:
-    """Mark the elements so near to where their gradient jumps that rounding decides on which side they fall; None: there are none."""
+    """Mark elements so near to where their gradient jumps that rounding decides on which side they fall; None: there are none."""
     if op.distance_to_kink is None:
         return None
     distances = [op.distance_to_kink(*in_float64(arguments), *options) for options in op.options]

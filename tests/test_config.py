@@ -28,7 +28,7 @@ WHOLE = Facts(
     cupy_distributions=("cupy-cuda13x",),
     nvrtc=Library("13.0", (13, 0)),
     driver=Driver((13, 0), (H200,)),
-    cache="/home/user/.cache/cupyfused",
+    cache="/cache/.cache/cupyfused",
     cache_is_writable=True,
 )
 

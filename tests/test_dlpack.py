@@ -107,7 +107,7 @@ def test_dtypes_without_a_kernel(name: str) -> None:
     tensor = torch.randn(4).to(getattr(torch, name))
     try:
         capsules = versions(tensor)
-    except BufferError as error:
+    except (BufferError, RuntimeError) as error:
         pytest.skip(f"this PyTorch does not export it: {error}")
     for capsule in capsules:
         assert _dlpack.read(capsule).dtype is None

@@ -116,13 +116,40 @@ def test_an_import_makes_no_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_cpu_calls_need_neither_cuda_nor_cupy(tmp_path: Path) -> None:
+def test_cpu_calls_need_neither_cuda_nor_cupy_and_live_on_after_a_fork(tmp_path: Path) -> None:
     needs("torch")
     program = """
+        import os, warnings
+
         sys.meta_path.insert(0, Broken(cupy=RuntimeError("broken")))
+
+
+        def check_in_a_child():
+            if not hasattr(os, "fork"):
+                return
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 for a fork of a process with threads
+                child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    check_numpy()
+                    if "torch" in sys.modules:
+                        check_torch()
+                    status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitpid(child, 0)[1] == 0
+
+
         import cupyfused
+
+        check_in_a_child()
         check_numpy()
         import torch
+
+        check_torch()
+        check_in_a_child()
         check_torch()
         assert not torch.cuda.is_initialized()
     """
@@ -242,7 +269,7 @@ def test_any_home(tmp_path: Path, home: str) -> None:
     run(program.replace("IS_UNKNOWN", repr(value is None)), tmp_path, unset=HOME_VARIABLES, **more)
 
 
-# ---- versions and processes ---------------------------------------------------------------------------------------------
+# ---- versions -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", ["2.99.0a0+git", "3.0.0"])
@@ -250,37 +277,3 @@ def test_versions_of_torch_that_are_not_out_yet(tmp_path: Path, version: str) ->
     """What PyTorch can do is probed, never read from its version."""
     needs("torch")
     run(f"import torch\ntorch.__version__ = torch.version.__version__ = {version!r}\ncheck_torch()\ncheck_numpy()", tmp_path)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is of POSIX")
-def test_fork_after_import_and_after_calls(tmp_path: Path) -> None:
-    program = """
-        import importlib.util, os, warnings
-
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 for a fork of a process with threads
-
-
-        def in_a_child(*checks):
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    for check in checks:
-                        check()
-                    status = 0
-                finally:
-                    os._exit(status)
-            assert os.waitpid(child, 0)[1] == 0
-
-
-        import cupyfused
-
-        checks = [check_numpy] + ([check_torch] if importlib.util.find_spec("torch") else [])
-        in_a_child(check_numpy)
-        for check in checks:
-            check()
-        in_a_child(*checks)
-        for check in checks:
-            check()
-    """
-    run(program, tmp_path)

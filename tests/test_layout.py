@@ -129,7 +129,7 @@ def test_broadcast_strides_walk_what_expand_walks(shape: list[int], data: st.Dat
 
 
 @given(operands(2))
-@thorough(400)
+@thorough(250)
 def test_result_strides_are_those_of_a_binary_operation(pair: list[Strided]) -> None:
     shape, _ = broadcast(pair)
     assert _layout.result_strides(shape, pair) == torch.mul(*map(made, pair)).stride()
@@ -183,7 +183,7 @@ def test_channels_last_in_three_dims_of_space_keeps_the_strides_of_single_elemen
 
 
 @given(geometries())
-@thorough(400)
+@thorough(250)
 def test_like_strides_are_those_of_empty_like(array: Strided) -> None:
     assert _layout.like_strides(array) == torch.empty_like(made(array)).stride()
 
@@ -208,7 +208,7 @@ def test_contiguous_is_what_torch_calls_contiguous(array: Strided) -> None:
 
 
 @given(geometries())
-@thorough(400)
+@thorough(250)
 def test_dense_means_that_every_place_of_one_stretch_is_taken_once(array: Strided) -> None:
     assert _layout.is_dense(array) == (sorted(offsets(*array)) == list(range(math.prod(array.shape))))
 
@@ -223,7 +223,7 @@ def test_what_does_not_overlap_itself_has_a_place_for_each_index(shape: list[int
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
-@thorough(400)
+@thorough(250)
 def test_no_slice_flip_or_permutation_of_a_dense_array_overlaps_itself(shape: list[int], data: st.DataObject) -> None:
     steps = [data.draw(st.sampled_from([-3, -2, -1, 1, 2, 3])) for _ in shape]
     whole = np.empty([extent * abs(step) for extent, step in zip(shape, steps)], dtype=np.float32)
