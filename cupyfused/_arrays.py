@@ -90,13 +90,23 @@ def _library_dtype(name: str) -> Any:
     return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
 
 
+def _refused_dtype(array: Any) -> str | None:
+    if array.dtype.name not in BY_NAME or not array.dtype.isnative:
+        return f"{array.dtype}"
+    if any(stride % array.dtype.itemsize for stride in array.strides):  # a field of records
+        return f"one whose strides, {array.strides} bytes, are no whole elements"
+    return None
+
+
 class NumpyKind:
     """numpy.ndarray."""
 
     name = "numpy.ndarray"
 
     def refuses(self, array: Any) -> str | None:
-        return None if array.dtype.name in BY_NAME and array.dtype.isnative else f"{array.dtype}"
+        if isinstance(array, np.ma.MaskedArray):
+            return "a masked array"
+        return _refused_dtype(array)
 
     def read(self, array: Any) -> _dlpack.Descriptor:
         size = array.dtype.itemsize
@@ -119,7 +129,7 @@ class CupyKind:
     name = "cupy.ndarray"
 
     def refuses(self, array: Any) -> str | None:
-        return None if array.dtype.name in BY_NAME else f"{array.dtype}"
+        return _refused_dtype(array)
 
     def read(self, array: Any) -> _dlpack.Descriptor:
         with array.device:  # an export from another device than the current one is refused
@@ -176,7 +186,7 @@ def open_door(op: Op, kind: Kind, name: str, value: Any, default_float: Dtype, o
     """Open one argument that stands beside an `x` of `kind`."""
     if value is None and optional:
         return Operand(None, Described(), None, None)
-    number = as_number(value) if name != op.inputs[0] else None
+    number = as_number(value) if name not in (op.inputs[0], "out") else None
     if number is not None:
         dtype = number_dtype(number, default_float)
         return Operand(number, Described(dtype), Typed(dtype, Rank.NUMBER), None)

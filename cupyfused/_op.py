@@ -12,24 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from . import _arrays, _dlpack, _kernel, _layout
 from ._arrays import Kind, Operand, device_name
-from ._dtypes import BY_NAME, Dtype, Rank, Typed, fit_number, result_type
+from ._dtypes import Dtype, Rank, Typed, fit_number, result_type
 from ._launch import Launch
 from ._layout import Ints, Strided
-from ._out import check_out, open_out
+from ._out import check_out
 from ._plan import Backend, Described, map_plan
-from .errors import CudaError, DtypeError, OperandError, message
+from .errors import DtypeError, OperandError, message
 
 __all__ = ["Call", "Op", "Rank", "Typed", "decide", "fold_types", "open_operands", "run"]
 
 _MAX_CALLS = 4096  # signatures remembered for an op; a program with more than that starts over
-_CAST = {"float16": "float32", "bfloat16": "float32"}
 
 # How CPU arrays are computed: "reference", or "host" while tests run the kernels' own text everywhere.
 cpu_impl = "reference"
+
+IMPLS = ("auto", "cuda", "reference", "host")  # the last for tests
 
 OPS: list[Op] = []
 # Set by `_library` once PyTorch is there.
@@ -106,6 +105,11 @@ class Op:
 
     def __call__(self, *values: Any, out: Any = None, impl: str = "auto") -> Any:
         """Compute the op for any kind of array; the entry of every public function."""
+        if impl not in IMPLS:
+            expected = f"one of {', '.join(IMPLS[:3])}"
+            raise OperandError(
+                message(self.name, "impl", expected=expected, got=repr(impl), remedy="Leave it out for the default.")
+            )
         call = _torch_call(values[0])
         if call is not None:
             return call(self, values, out, impl)
@@ -119,7 +123,9 @@ class Op:
             got = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
             remedy = "Pass a torch.Tensor, cupy.ndarray, numpy.ndarray or another array with __dlpack__."
             raise DtypeError(message(self.name, self.inputs[0], expected="an array", got=got, remedy=remedy))
-        return _call_arrays(self, kind, values, out, impl)
+        from ._array_call import call_arrays
+
+        return call_arrays(self, kind, values, out, impl)
 
 
 def _torch_call(x: Any) -> Callable[..., Any] | None:
@@ -259,19 +265,8 @@ def fitted(op: Op, call: Call, slots: Sequence[Any]) -> list[Any]:
     return result
 
 
-# ---- NumPy and CuPy -----------------------------------------------------------------------------------------------------
-
-IMPLS = ("auto", "cuda", "reference", "host")
-
-
 def choose_backend(op: Op, impl: str, device: _arrays.Device) -> Backend | None:
     """Return where a call runs, None for the reference expression; never a silent fallback."""
-    if impl not in IMPLS:
-        raise OperandError(
-            message(
-                op.name, "impl", expected=f"one of {', '.join(IMPLS[:3])}", got=repr(impl), remedy="Leave it out for the default."
-            )
-        )
     on_cuda = device[0] == _dlpack.CUDA
     if impl == "auto":
         impl = "cuda" if on_cuda else cpu_impl
@@ -279,7 +274,7 @@ def choose_backend(op: Op, impl: str, device: _arrays.Device) -> Backend | None:
         return None
     if impl == "cuda":
         if not on_cuda:
-            raise CudaError(
+            raise OperandError(
                 message(
                     op.name,
                     "impl",
@@ -290,7 +285,7 @@ def choose_backend(op: Op, impl: str, device: _arrays.Device) -> Backend | None:
             )
         return _arrays.cuda_backend(device[1])
     if on_cuda:
-        raise CudaError(
+        raise OperandError(
             message(
                 op.name,
                 "impl",
@@ -302,38 +297,3 @@ def choose_backend(op: Op, impl: str, device: _arrays.Device) -> Backend | None:
     from . import _host
 
     return _host.backend
-
-
-def _call_arrays(op: Op, kind: Kind, values: Sequence[Any], out: Any, impl: str) -> Any:
-    operands = open_operands(op, kind, values, BY_NAME["float32"])
-    device = operands[0].device
-    assert device is not None
-    backend = choose_backend(op, impl, device)
-    opened = None if out is None else open_out(op, kind, out)
-    signature = tuple((type(one.value) if one.device is None else None, one.described, one.typed) for one in operands)
-    key = None if opened else (kind.name, device, backend and backend.name, signature)
-    call = op.calls.get(key) if key else None
-    if call is None:
-        call = decide(op, operands, opened, backend)
-        if key:
-            op.remember(key, call)
-    result = out if out is not None else kind.empty(call.shape, call.strides, call.dtype, device)
-    if backend is None:
-        namespace = np if kind is _arrays.NUMPY else _kernel.import_cupy()
-        result[...] = _reference(op, namespace, call, operands)
-    elif call.launch is not None:
-        slots = [one.address if one.described.array else one.value or 0 for one in operands]
-        run(op, call, kind.stream(device), kind.address(result), slots)
-    return result
-
-
-def _reference(op: Op, namespace: Any, call: Call, operands: Sequence[Operand]) -> Any:
-    """Compute the expression in the dtype of the arithmetic; overflow and NaN are values here, not warnings."""
-    compute = np.dtype(_CAST.get(call.dtype.name, call.dtype.name))
-    numbers = fitted(op, call, [one.value for one in operands])
-    values = [
-        value if one.typed is None else value.astype(compute, copy=False) if one.described.array else compute.type(value)
-        for one, value in zip(operands, numbers)
-    ]
-    with np.errstate(all="ignore"):
-        return op.reference(namespace, *values)

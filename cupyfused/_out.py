@@ -25,6 +25,11 @@ def open_out(op: Op, kind: Kind, out: Any) -> Operand:
     if own is None or own.name != kind.name:
         got = own.name if own is not None else type(out).__name__
         raise DtypeError(message(op.name, "out", expected=f"a {kind.name}", got=got, remedy="Pass an array of the kind of x."))
+    if not getattr(getattr(out, "flags", None), "writeable", True):
+        remedy = "Pass a copy."
+        raise OperandError(
+            message(op.name, "out", expected="an array that can be written to", got="a read-only one", remedy=remedy)
+        )
     return open_door(op, kind, "out", out, BY_NAME["float32"], optional=False)
 
 

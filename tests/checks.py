@@ -37,8 +37,8 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Options = tuple[Any, ...]
 Function = Callable[..., Tensor]
 
-# (relative, absolute): one rounding to the dtype, and the arithmetic before it for data of order one. Sums may be off by the
-# absolute part times the root of what they add. A test may ask for less, never for more.
+# (relative, absolute): one rounding to the dtype, and the arithmetic before it for data of order one. What sums add to that is
+# in `assert_close`. A test may ask for less, never for more.
 TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
     torch.float16: (2.0**-11, 4e-6),
     torch.bfloat16: (2.0**-8, 4e-6),
@@ -139,9 +139,14 @@ def in_float64(values: Sequence[Any]) -> list[Any]:
 
 
 def assert_close(actual: Tensor, expected: Tensor, computed_in: torch.dtype | None = None, added: float = 1) -> None:
-    """Compare with a float64 result. `computed_in`: the dtype of the arithmetic if it is coarser; `added`: terms of a sum."""
-    relative, absolute = (max(pair) for pair in zip(TOLERANCE[actual.dtype], TOLERANCE[computed_in or actual.dtype]))
-    torch.testing.assert_close(actual.double(), expected, rtol=relative, atol=absolute * math.sqrt(max(added, 1)), equal_nan=True)
+    """Compare with a float64 result. `computed_in`: the dtype of the arithmetic; `added`: terms of a sum."""
+    relative, absolute = TOLERANCE[actual.dtype]
+    relative_step, absolute_step = TOLERANCE[computed_in or actual.dtype]
+    added = max(added, 1)
+    # A sum in pairs of pairs rounds log2(added) times; what its terms were rounded by adds up like a random walk.
+    relative += relative_step * math.log2(added)
+    absolute = max(absolute, absolute_step) * math.sqrt(added)
+    torch.testing.assert_close(actual.double(), expected, rtol=relative, atol=absolute, equal_nan=True)
 
 
 def assert_agree(actual: Tensor, expected: Tensor, added: float = 256) -> None:

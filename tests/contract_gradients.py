@@ -85,7 +85,7 @@ class Gradients:
             check_gradients(self.op, target, arguments, options, draw_gradient(self.op, generator, arguments, options, of_gradient))
 
     def test_gradients_at_random(self, target: Target, generator: torch.Generator) -> None:
-        for _ in range(40):
+        for _ in range(25):
             whole, shapes = random_shapes(generator, len(self.op.inputs))
             layouts = [list(LAYOUTS)[k] for k in torch.randint(len(LAYOUTS), (len(self.op.inputs) + 1,), generator=generator)]
             print(whole, shapes, layouts)
