@@ -147,6 +147,7 @@ __device__ __forceinline__ void store_all(const SumParameters& p, int k, const A
     if (threadIdx.x == 0) store_sum(p, k, place, total[0]);
 }
 
+// Budget: 68 lines, since the macros that go over operands and gradients stand where they are used.
 extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant__ SumParameters p)
 {
     constexpr int ENTRIES = OPERAND_COUNT + GRADIENT_COUNT;

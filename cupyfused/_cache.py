@@ -5,6 +5,7 @@ Nothing here raises for a disk that is full, read-only, shared or gone: the kern
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -27,9 +28,12 @@ def folder() -> Path:
     if named:
         return Path(named)
     try:
-        return Path(platformdirs.user_cache_dir("cupyfused", appauthor=False))
+        path = Path(platformdirs.user_cache_dir("cupyfused", appauthor=False))
     except RuntimeError as error:  # a user without a home folder
         raise FileNotFoundError(str(error)) from error
+    if not path.is_absolute():  # the same, in older releases
+        raise FileNotFoundError(f"no home folder to put {path} in")
+    return path
 
 
 def is_writable() -> bool:
@@ -46,13 +50,13 @@ def load(key: str) -> bytes | None:
     """Return what was stored under `key`; None where there is nothing, or nothing that can be trusted."""
     try:
         path = folder() / key
-        if not _is_private(path):
+        if not (_is_private(folder()) and _is_private(path)):
             return None
         content = path.read_bytes()
     except OSError:
         return None
     digest, value = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    return value if hashlib.sha256(value).digest() == digest else None
+    return value if _digest(key, value) == digest else None
 
 
 def store(key: str, value: bytes) -> None:
@@ -62,12 +66,18 @@ def store(key: str, value: bytes) -> None:
         _prepare_folder()
         descriptor, temporary = tempfile.mkstemp(dir=folder(), prefix=".writing-")
         with os.fdopen(descriptor, "wb") as file:
-            file.write(hashlib.sha256(value).digest() + value)
+            file.write(_digest(key, value) + value)
         os.replace(temporary, folder() / key)
     except OSError as error:
         if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
         _warn_once(error)
+
+
+def _digest(key: str, value: bytes) -> bytes:
+    """Of the key too: an entry under the name of another is none."""
+    return hashlib.sha256(key.encode() + b"\0" + value).digest()
 
 
 def _prepare_folder() -> None:

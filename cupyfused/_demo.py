@@ -245,15 +245,8 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         raise CudaError(message("demo", "--device", expected="a GPU that kernels run on", got=on_cuda.reason, remedy=remedy))
     count = torch.cuda.device_count()
     if int(index or 0) >= count:
-        raise OperandError(
-            message(
-                "demo",
-                "--device",
-                expected=f"one of {count} GPUs, numbered from 0",
-                got=name,
-                remedy="Leave it out to take the first.",
-            )
-        )
+        expected, remedy = f"one of {count} GPUs, numbered from 0", "Leave it out to take the first."
+        raise OperandError(message("demo", "--device", expected=expected, got=name, remedy=remedy))
     device = torch.device("cuda", int(index or 0))
     return device, f"Running on {torch.cuda.get_device_name(device)} ({on_cuda.reason})."
 

@@ -6,10 +6,11 @@ CuPy and NumPy arrays follow them too, so that one op gives one answer for every
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["BY_NAME", "DTYPES", "Dtype", "Rank", "Typed", "fit_number", "number_dtype", "promote", "result_type"]
+__all__ = ["BY_NAME", "DTYPES", "Dtype", "Rank", "Typed", "fit_number", "fold_types", "number_dtype", "promote", "result_type"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,19 @@ def result_type(a: Typed, b: Typed) -> Typed:
     return Typed(promote(high.dtype, low.dtype), high.rank)
 
 
+def fold_types(inputs: Sequence[Typed], options: Sequence[Typed]) -> Dtype:
+    """Return the dtype of the composed expression: each input in turn, then the options, which promote among themselves first."""
+    result = _fold(inputs)
+    return result_type(result, _fold(options)).dtype if options else result.dtype
+
+
+def _fold(typed: Sequence[Typed]) -> Typed:
+    result = typed[0]
+    for one in typed[1:]:
+        result = result_type(result, one)
+    return result
+
+
 def number_dtype(number: bool | int | float, default_float: Dtype = BY_NAME["float32"]) -> Dtype:
     """Return the dtype that a Python number counts as: bool, int64, or the default floating dtype."""
     if isinstance(number, bool):
@@ -100,7 +114,8 @@ def number_dtype(number: bool | int | float, default_float: Dtype = BY_NAME["flo
     return BY_NAME["int64"] if isinstance(number, int) else default_float
 
 
-_LARGEST = {"float32": 3.4028234663852886e38, "float64": float("inf")}
+# From here on a number rounds to infinity: half a step above the largest.
+_OVERFLOW = {"float32": 3.4028235677973366e38, "float64": 2**1024 - 2**970}
 
 
 def fit_number(number: int | float, result: Dtype) -> int | float:
@@ -109,7 +124,7 @@ def fit_number(number: int | float, result: Dtype) -> int | float:
         bits = 8 * (result.size if result.category else 4)
         wrapped = int(number) % (1 << bits)
         return wrapped - (1 << bits) if result.name != "uint8" and wrapped >> (bits - 1) else wrapped
-    largest = _LARGEST[result.arithmetic]
-    if number > largest:
+    overflow = _OVERFLOW[result.arithmetic]
+    if number >= overflow:
         return float("inf")
-    return float("-inf") if number < -largest else float(number)
+    return float("-inf") if number <= -overflow else float(number)

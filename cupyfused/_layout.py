@@ -21,7 +21,6 @@ __all__ = [
     "like_strides",
     "overlaps_itself",
     "result_strides",
-    "span",
 ]
 
 Ints = tuple[int, ...]
@@ -89,14 +88,6 @@ def is_dense(array: Strided) -> bool:
     """Whether the elements fill one stretch of memory, each place once, in whatever order of dims."""
     dims = [dim for dim, extent in enumerate(array.shape) if extent != 1]
     return is_contiguous(array, sorted(dims, key=lambda dim: array.strides[dim]))
-
-
-def span(array: Strided) -> tuple[int, int]:
-    """Return the first and one past the last element that an array touches, relative to its own first element."""
-    if 0 in array.shape:
-        return 0, 0
-    ends = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides)]
-    return sum(end for end in ends if end < 0), sum(end for end in ends if end > 0) + 1
 
 
 def overlaps_itself(array: Strided) -> bool:

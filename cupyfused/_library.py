@@ -17,7 +17,7 @@ import torch.utils._python_dispatch
 from torch import Tensor
 
 from . import _arrays, _autograd, _op, _torch
-from ._dtypes import Dtype, Rank, Typed, number_dtype
+from ._dtypes import Dtype, Rank, Typed, fold_types, number_dtype
 from ._op import Op
 
 _disable_current_modes = getattr(torch.utils._python_dispatch, "_disable_current_modes", contextlib.nullcontext)
@@ -71,7 +71,9 @@ def _as_tensor(number: bool | int | float) -> Tensor:
 def _result_dtype(op: Op, values: Sequence[Any]) -> torch.dtype:
     """Fold promotion over the operands; from their dtypes alone, so that Dynamo can follow."""
     default = _torch.DTYPES[torch.get_default_dtype()]
-    return _torch.TORCH_DTYPES[_op.fold_types([_typed(value, default) for value in values if value is not None]).name]
+    inputs = [_typed(value, default) for value in values[: len(op.inputs)]]
+    options = [_typed(value, default) for value in values[len(op.inputs) :] if value is not None]
+    return _torch.TORCH_DTYPES[fold_types(inputs, options).name]
 
 
 def _typed(value: Any, default: Dtype) -> Typed:

@@ -14,14 +14,14 @@ from typing import Any
 
 from . import _arrays, _dlpack, _kernel, _layout
 from ._arrays import Kind, Operand, device_name
-from ._dtypes import Dtype, Rank, Typed, fit_number, result_type
+from ._dtypes import Dtype, Rank, fit_number
 from ._launch import Launch
 from ._layout import Ints, Strided
 from ._out import check_out
 from ._plan import Backend, Described, map_plan
 from .errors import DtypeError, OperandError, message
 
-__all__ = ["Call", "Op", "Rank", "Typed", "decide", "fold_types", "open_operands", "run"]
+__all__ = ["Call", "Op", "decide", "open_operands", "run"]
 
 _MAX_CALLS = 4096  # signatures remembered for an op; a program with more than that starts over
 
@@ -173,17 +173,10 @@ def open_operands(op: Op, kind: Kind, values: Sequence[Any], default_float: Dtyp
     return tuple(operands)
 
 
-def fold_types(typed: Sequence[Typed]) -> Dtype:
-    """Return the dtype of the composed expression: each operand in turn, as PyTorch promotes."""
-    result = typed[0]
-    for one in typed[1:]:
-        result = result_type(result, one)
-    return result.dtype
-
-
 def result_dtype(op: Op, operands: Sequence[Operand]) -> Dtype:
     """Return the dtype of a call's result."""
-    dtype = fold_types([one.typed for one in operands if one.typed is not None])
+    inputs, options = operands[: len(op.inputs)], operands[len(op.inputs) :]
+    dtype = fold_types([one.typed for one in inputs if one.typed], [one.typed for one in options if one.typed])
     if dtype.name == "bool" and not op.takes_bool:
         raise DtypeError(
             message(op.name, op.inputs[0], expected="a result that is not bool", got="bool", remedy="Convert x first.")

@@ -1,4 +1,6 @@
-"""Measure the operators on this machine's GPU: python examples/measure.py
+"""Measure the operators on this machine's GPU.
+
+    python examples/measure.py
 
 Prints three tables: the share of a copy kernel's rate that each layout reaches, forward and forward + backward with all three
 gradients; the host's time for a call on 1,024 floats beside composed PyTorch; and the first call of a fresh process, with an

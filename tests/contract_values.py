@@ -74,6 +74,13 @@ class Values:
         one_alike = draw_arguments(self.op, generator, ((5, 7), (7,), (5, 1)), [x_dtype, dtype, x_dtype], target.device)
         check_forward(self.op, target, one_alike, self.op.options[0])
 
+    @pytest.mark.parametrize("layouts", [("expanded last dim", "transposed"), ("overlapping", "transposed"), ("sliced",)], ids=str)
+    def test_layouts_of_mixed_floats(self, target: Target, generator: torch.Generator, layouts: tuple[str, ...]) -> None:
+        """PyTorch casts on a CPU before it chooses strides, and not on a GPU; the result lies as it does there."""
+        for x_dtype, dtype in ((torch.float16, torch.float32), (torch.float32, torch.float64), (torch.float64, torch.float32)):
+            arguments = draw_arguments(self.op, generator, ((5, 7),) * 3, [x_dtype, dtype], target.device, layouts)
+            check_forward(self.op, target, arguments, self.op.options[0])
+
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     @pytest.mark.parametrize("x_dtype", [torch.uint8, torch.int64], ids=str)
     def test_integer_x_with_floating_parameters(

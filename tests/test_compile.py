@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from variants import finishing_variants, variants
 
-from cupyfused import _kernel, _op
-from cupyfused._dtypes import BY_NAME
+from cupyfused import _kernel
+from cupyfused._dtypes import BY_NAME, Rank, Typed, fold_types
 from cupyfused._layout import Strided, broadcast_shapes, broadcast_strides, contiguous_strides
 from cupyfused._plan import Backend, Described, map_plan, storage
 from cupyfused._sum_plan import sum_plan
 from cupyfused.errors import CudaError
 from cupyfused.ops import fused_scale_bias, fused_scale_bias_clamp
-
-from variants import finishing_variants, variants
 
 OPS = (fused_scale_bias.OP, fused_scale_bias_clamp.OP)
 TABLE = [*(variant for op in OPS for variant in variants(op)), *finishing_variants()]
@@ -82,8 +81,8 @@ def test_plans_ask_only_for_instances_of_the_table(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         inputs[2] = Described(BY_NAME["float32"])
     options = [Described(BY_NAME["float32"])] * len(op.options)
-    typed = [_op.Typed(one.dtype, _op.Rank.ARRAY if one.array else _op.Rank.NUMBER) for one in (*inputs, *options)]
-    result = _op.fold_types(typed)
+    typed = [[Typed(one.dtype, Rank.ARRAY if one.array else Rank.NUMBER) for one in part] for part in (inputs, options)]
+    result = fold_types(*typed)
     whole = broadcast_shapes([one.array.shape for one in inputs if one.array])
     assert whole is not None
     recorder = _Recorder()

@@ -43,7 +43,8 @@ import dataclasses, torch
 from cupyfused import _kernel
 from cupyfused.ops.fused_scale_bias import OP
 real = _kernel.cuda_text("elementwise.cuh")
-texts = {"elementwise.cuh": real.replace("offset[i][k], p.operand[k], valid[i]);", "offset[i][k] + 4 * (k == 1), p.operand[k], valid[i]);")}
+place = "offset[i][k], p.operand[k], valid[i]);"
+texts = {"elementwise.cuh": real.replace(place, place.replace("offset[i][k],", "offset[i][k] + 4 * (k == 1),"))}
 assert texts["elementwise.cuh"] != real
 text_of = _kernel.cuda_text
 _kernel.cuda_text = lambda name: texts.get(name) or text_of(name)
