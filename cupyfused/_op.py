@@ -14,7 +14,7 @@ from typing import Any
 
 from . import _arrays, _dlpack, _kernel, _layout
 from ._arrays import Kind, Operand, device_name
-from ._dtypes import Dtype, Rank, fit_number
+from ._dtypes import Dtype, Rank, fit_number, fold_types
 from ._launch import Launch
 from ._layout import Ints, Strided
 from ._out import check_out
