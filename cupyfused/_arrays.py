@@ -104,7 +104,7 @@ class NumpyKind:
     name = "numpy.ndarray"
 
     def refuses(self, array: Any) -> str | None:
-        if isinstance(array, np.ma.MaskedArray):
+        if hasattr(array, "mask"):  # numpy.ma is loaded when it is first named, which no other call needs
             return "a masked array"
         return _refused_dtype(array)
 
