@@ -73,7 +73,7 @@ def function(op: Op) -> Any:
             return (*composed_gradients(op, ctx.call, grad_out, values, wanted), *nothing)
         gradients = eager_backward(op, ctx.call, grad_out, values, wanted)
         for k in ctx.call.items:
-            if gradients[k] is not None:
+            if k < inputs and gradients[k] is not None:
                 gradients[k] = gradients[k].cpu()  # of a 0-dim CPU tensor beside CUDA arrays, which PyTorch too waits for
         return (*gradients, *nothing)
 

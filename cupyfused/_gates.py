@@ -14,9 +14,12 @@ __all__ = ["is_plain", "is_transformed", "is_watched", "needs_gradient"]
 _functorch_level = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 _mode_count = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _tracing_state = getattr(torch._C, "_get_tracing_state", None)
-_is_wrapped: Callable[[Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda value: False
-)
+# Wrappers of vmap and grad, and those of `autograd.grad(..., is_grads_batched=True)`, which have no level: plain types, no storage.
+_wrapper_tests: list[Callable[[Tensor], bool]] = [
+    getattr(torch._C._functorch, name)
+    for name in ("is_functorch_wrapped_tensor", "is_legacy_batchedtensor")
+    if hasattr(torch._C._functorch, name)
+]
 _has_gates = None not in (_functorch_level, _mode_count, _tracing_state) and hasattr(torch.autograd.forward_ad, "_current_level")
 
 
@@ -30,6 +33,10 @@ def is_watched() -> bool:
     if not _has_gates or _functorch_level() is not None or _mode_count() or _tracing_state() is not None:  # type: ignore[misc]
         return True
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def _is_wrapped(value: Tensor) -> bool:
+    return any(test(value) for test in _wrapper_tests)
 
 
 def is_plain(values: Sequence[Any]) -> bool:
