@@ -15,7 +15,7 @@ from ._arrays import Operand
 from ._dtypes import Dtype, fit_number
 from ._gates import is_plain, is_watched
 from ._layout import Ints, Strided
-from ._op import Call
+from ._op import Call, are_tensors
 from ._plan import Described, storage
 from ._sum_plan import SumPlan, sum_plan
 from ._torch import (
@@ -113,11 +113,14 @@ def _describe_gradient(one: Operand) -> Described:
 
 
 def eager_backward(
-    op: Op, call: Call, grad_out: Tensor, values: Sequence[Any], wanted: Sequence[bool], rules: Sequence[float] | None = None
+    op: Op, call: Call, grad_out: Tensor, values: Sequence[Any], wanted: Sequence[bool], as_tensors: bool | None = None
 ) -> Gradients:
-    """Launch the backward kernel; `values` are the arguments, None for an input that no wanted gradient reads."""
+    """Launch the backward kernel; `values` are the arguments, None for an input that no wanted gradient reads.
+
+    `as_tensors` says how the options were given, where it is not how they come.
+    """
     address = grad_out.data_ptr()
-    key = (grad_out.stride(), address & 15, tuple(wanted), rules is None)
+    key = (grad_out.stride(), address & 15, tuple(wanted), as_tensors is None)
     planned = call.backward.get(key)
     if planned is None:
         planned = call.backward[key] = _plan(op, call, grad_out, values, wanted)
@@ -135,7 +138,11 @@ def eager_backward(
         if values[k] is not None:
             slots[k] = values[k].item()
     inputs = len(op.inputs)
-    operands, scalars = [address, *slots[:inputs]], [*slots[inputs:], *(op.rule(values[inputs:]) if rules is None else rules)]
+    operands, scalars = (
+        [address, *slots[:inputs]],
+    as_tensors = are_tensors(values[inputs:]) if as_tensors is None else as_tensors
+    operands, scalars = [address, *slots[:inputs]], [*slots[inputs:], *op.rule(as_tensors)]
+    )
     pointers = [0 if one is None else one.data_ptr() for one in gradients]
     stream, scratch = TORCH.stream(call.device), 0 if workspace is None else workspace.data_ptr()
     try:

@@ -145,6 +145,8 @@ def _enqueue(cupy: Any, raw: Any) -> Callable[[tuple[int, int], Buffer, int], No
 
     def public(grid: tuple[int, int], buffer: Buffer, stream: int) -> None:
         with cupy.cuda.ExternalStream(stream):
-            raw(grid, (_kernel.BLOCK,), (numpy.frombuffer(bytes(buffer.bytes), dtype=numpy.uint8),))
+            # An array of one element goes by value; its dtype is the whole struct.
+            struct_by_value = numpy.frombuffer(bytes(buffer.bytes), dtype=numpy.dtype((numpy.void, len(buffer.bytes))))
+            raw(grid, (_kernel.BLOCK,), (struct_by_value,))
 
     return public

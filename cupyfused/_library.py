@@ -7,20 +7,16 @@ The low-level Library API with schemas written out: a registered call costs 13 u
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._python_dispatch
 from torch import Tensor
 
 from . import _arrays, _autograd, _op, _torch
 from ._dtypes import Dtype, Rank, Typed, fold_types, number_dtype
 from ._op import Op
-
-_disable_current_modes = getattr(torch.utils._python_dispatch, "_disable_current_modes", contextlib.nullcontext)
 
 __all__ = ["register", "traced_call"]
 
@@ -33,13 +29,11 @@ def register(op: Op) -> None:
     if op.name in _registered:
         return
     _registered.add(op.name)
-    with torch.enable_grad(), _disable_current_modes():  # the first call of all may come inside a FakeTensorMode
-        op.known_rules.update({as_tensors: op.rules(as_tensors) for as_tensors in (False, True)})
     tensors = [*(f"Tensor {name}" for name in op.inputs), *(f"Tensor? {name}=None" for name in op.options)]
-    _library.define(f"{op.name}({', '.join(tensors)}, *, ScalarType? dtype=None, float[]? rules=None) -> Tensor", tags=_tags())
+    _library.define(f"{op.name}({', '.join(tensors)}, *, ScalarType? dtype=None, bool numbers=False) -> Tensor", tags=_tags())
     needed = [*(f"Tensor {name}" for name in op.inputs), *(f"Tensor? {name}" for name in op.options)]
     results = ", ".join("Tensor?" for _ in op.inputs)
-    _library.define(f"{op.name}_backward(Tensor grad_out, {', '.join(needed)}, *, bool[] mask, float[] rules) -> ({results})")
+    _library.define(f"{op.name}_backward(Tensor grad_out, {', '.join(needed)}, *, bool[] mask, bool numbers) -> ({results})")
     for name, kernel, fake in (
         (op.name, functools.partial(_forward, op), functools.partial(_forward_fake, op)),
         (f"{op.name}_backward", functools.partial(_backward, op), functools.partial(_backward_fake, op)),
@@ -58,9 +52,9 @@ def traced_call(op: Op, values: Sequence[Any]) -> Tensor:
     """Call the registered op: numbers become 0-dim tensors, so that a new number is not a new graph."""
     values = [value if value is None or isinstance(value, (Tensor, int, float)) else _arrays.as_number(value) for value in values]
     tensors = [value if value is None or isinstance(value, Tensor) else _as_tensor(value) for value in values]
-    rules = op.rule(values[len(op.inputs) :])
+    numbers = not _op.are_tensors(values[len(op.inputs) :])
     overload = getattr(torch.ops.cupyfused, op.name).default
-    return overload(*tensors, dtype=_result_dtype(op, values), rules=list(rules))  # type: ignore[no-any-return]
+    return overload(*tensors, dtype=_result_dtype(op, values), numbers=numbers)  # type: ignore[no-any-return]
 
 
 def _as_tensor(number: bool | int | float) -> Tensor:
@@ -85,10 +79,10 @@ def _typed(value: Any, default: Dtype) -> Typed:
 # ---- kernels ------------------------------------------------------------------------------------------------------------
 
 
-def _number_options(op: Op, values: Sequence[Any], rules: Sequence[float] | None) -> list[Any]:
+def _number_options(op: Op, values: Sequence[Any], numbers: bool) -> list[Any]:
     """Return options that came as numbers to what they were: their gradient at a bound can differ from a tensor's."""
     inputs = len(op.inputs)
-    if rules is None or tuple(rules) != op.known_rules[False] or tuple(rules) == op.known_rules[True]:
+    if not numbers:
         return list(values)
     return [
         value.item() if k >= inputs and isinstance(value, Tensor) and value.device.type == "cpu" else value
@@ -96,7 +90,7 @@ def _number_options(op: Op, values: Sequence[Any], rules: Sequence[float] | None
     ]
 
 
-def _forward(op: Op, *values: Any, dtype: torch.dtype | None = None, rules: Sequence[float] | None = None) -> Tensor:
+def _forward(op: Op, *values: Any, dtype: torch.dtype | None = None, numbers: bool = False) -> Tensor:
     values = _complete(op, values)
     override = None if dtype is None else _torch.DTYPES[dtype]
     if _torch.runs_kernel(op, values[0], "auto"):
@@ -108,20 +102,20 @@ def _complete(op: Op, values: Sequence[Any]) -> tuple[Any, ...]:
     return (*values, *(None,) * (len(op.inputs) + len(op.options) - len(values)))
 
 
-def _forward_fake(op: Op, *values: Any, dtype: torch.dtype | None = None, rules: Sequence[float] | None = None) -> Tensor:
+def _forward_fake(op: Op, *values: Any, dtype: torch.dtype | None = None, numbers: bool = False) -> Tensor:
     y: Tensor = op.reference(torch, *_complete(op, values))
     return y if dtype is None else y.to(dtype)
 
 
-def _backward(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], rules: Sequence[float]) -> tuple[Tensor | None, ...]:
+def _backward(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> tuple[Tensor | None, ...]:
     dtype = _torch.DTYPES[grad_out.dtype]
     if _torch.runs_kernel(op, values[0], "auto"):
         key, _ = _torch.signature(values, ("auto", _op.cpu_impl, dtype))
         call = _torch.find(op, values, "auto", key, dtype)
-        gradients = _autograd.eager_backward(op, call, grad_out, values, mask, rules)
+        gradients = _autograd.eager_backward(op, call, grad_out, values, mask, not numbers)
         return tuple(one if one is None else one.to(value.device) for one, value in zip(gradients, values))
     return tuple(
-        _autograd.composed_gradients(op, _reference_call(op, values, dtype), grad_out, _number_options(op, values, rules), mask)
+        _autograd.composed_gradients(op, _reference_call(op, values, dtype), grad_out, _number_options(op, values, numbers), mask)
     )
 
 
@@ -130,9 +124,7 @@ def _reference_call(op: Op, values: Sequence[Any], dtype: Any) -> _op.Call:
     return _torch.find(op, values, "reference", key, dtype)
 
 
-def _backward_fake(
-    op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], rules: Sequence[float]
-) -> tuple[Tensor | None, ...]:
+def _backward_fake(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> tuple[Tensor | None, ...]:
     return tuple(torch.empty_like(value) if asked else None for value, asked in zip(values, mask))
 
 
@@ -149,30 +141,30 @@ def _autograd_kernel(op: Op) -> Callable[..., Tensor]:
 
         @staticmethod
         def forward(*args: Any) -> Tensor:
-            *values, dtype, rules = args
+            *values, dtype, numbers = args
             with torch._C._AutoDispatchBelowAutograd():
-                return forward(*values, dtype=dtype, rules=rules)  # type: ignore[no-any-return]
+                return forward(*values, dtype=dtype, numbers=numbers)  # type: ignore[no-any-return]
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-            *values, _, ctx.rules = inputs
+            *values, _, ctx.numbers = inputs
             ctx.save_for_backward(*values)
 
         @staticmethod
         def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
             values, mask = ctx.saved_tensors, ctx.needs_input_grad[:inputs]
-            rules = ctx.rules if ctx.rules is not None else op.rule(values[inputs:])
+            numbers = ctx.numbers
             if torch.is_grad_enabled():
                 call = _reference_call(op, values, _torch.DTYPES[grad_out.dtype])
-                gradients = _autograd.composed_gradients(op, call, grad_out, _number_options(op, values, rules), mask)
+                gradients = _autograd.composed_gradients(op, call, grad_out, _number_options(op, values, numbers), mask)
             else:
-                gradients = backward(grad_out, *values, mask=mask, rules=rules)
+                gradients = backward(grad_out, *values, mask=mask, numbers=numbers)
             return (*gradients, *(None,) * (count + 2 - inputs))
 
-    def kernel(*values: Any, dtype: torch.dtype | None = None, rules: Sequence[float] | None = None) -> Tensor:
+    def kernel(*values: Any, dtype: torch.dtype | None = None, numbers: bool = False) -> Tensor:
         values = _complete(op, values)
         _torch.check_options(op, values)
-        return Registered.apply(*values, dtype, rules)  # type: ignore[no-any-return]
+        return Registered.apply(*values, dtype, numbers)  # type: ignore[no-any-return]
 
     return kernel
 

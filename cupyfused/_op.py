@@ -90,11 +90,12 @@ class Op:
         names = {name for asked, of in zip(wanted, self.inputs) if asked for name in self.reads[of]}
         return frozenset(names | set(self.reads_with_options) if has_options and any(wanted) else names)
 
-    def rule(self, options: Sequence[Any]) -> tuple[float, ...]:
-        """Return the backward numbers for these options; computed when PyTorch is loaded, see `_library`."""
-        given = [option for option in options if option is not None]
-        numbers = [option for option in given if isinstance(option, (int, float))]
-        return self.known_rules[len(given) > 0 and len(numbers) == 0]
+    def rule(self, as_tensors: bool) -> tuple[float, ...]:
+        """Return the backward numbers for options given as tensors or as numbers."""
+        # Not before the first backward: autograd's threads, which the probe starts, start the driver, and then no fork can use CUDA.
+        if as_tensors not in self.known_rules:
+            self.known_rules[as_tensors] = self.rules(as_tensors)
+        return self.known_rules[as_tensors]
 
     def remember(self, key: Any, call: Call) -> Call:
         """Keep a call for its signature."""
@@ -152,6 +153,12 @@ class Call:
     items: Ints  # operands whose value is read on the host: 0-dim CPU tensors beside CUDA arrays
     saving: dict[Any, Ints] = field(default_factory=dict)  # which arguments backward needs, by the gradients asked for
     backward: dict[Any, Any] = field(default_factory=dict)  # plans, by the gradients asked for and how the incoming one lies
+
+
+def are_tensors(options: Sequence[Any]) -> bool:
+    """Whether options are given, and all as tensors."""
+    given = [option for option in options if option is not None]
+    return len(given) > 0 and not [option for option in given if isinstance(option, (int, float))]
 
 
 def open_operands(op: Op, kind: Kind, values: Sequence[Any], default_float: Dtype) -> tuple[Operand, ...]:

@@ -45,7 +45,9 @@ _own_cache = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("filterwarnings", "ignore:.torch.jit")  # PyTorch warns of what its own clamp and jvp call inside
+    # PyTorch warns of what its own clamp and jvp call inside, and 2.6 of what its gradcheck calls.
+    for message in (".torch.jit", "Please use .torch.vmap"):
+        config.addinivalue_line("filterwarnings", f"ignore:{message}")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # matrix products are refused in deterministic mode without it
     if hasattr(config, "workerinput"):
         return  # a worker of xdist inherits the folder of the session, so a kernel is built once for all of them

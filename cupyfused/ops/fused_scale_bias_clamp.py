@@ -27,8 +27,9 @@ def _clamp_rule(as_tensors: bool) -> tuple[float, float, float]:
 
     def weight(value: float, low: float, high: float) -> float:
         bounds = (torch.tensor(low), torch.tensor(high)) if as_tensors else (low, high)
-        x = torch.tensor(value, requires_grad=True)
-        (gradient,) = torch.autograd.grad(torch.clamp(x, *bounds), x)
+        with torch.enable_grad():
+            x = torch.tensor(value, requires_grad=True)
+            (gradient,) = torch.autograd.grad(torch.clamp(x, *bounds), x)
         return float(gradient)
 
     return weight(0.0, 0.0, 1.0), weight(0.0, 0.0, 0.0), weight(math.nan, 0.0, 1.0)
