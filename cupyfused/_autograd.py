@@ -138,11 +138,8 @@ def eager_backward(
         if values[k] is not None:
             slots[k] = values[k].item()
     inputs = len(op.inputs)
-    operands, scalars = (
-        [address, *slots[:inputs]],
     as_tensors = are_tensors(values[inputs:]) if as_tensors is None else as_tensors
     operands, scalars = [address, *slots[:inputs]], [*slots[inputs:], *op.rule(as_tensors)]
-    )
     pointers = [0 if one is None else one.data_ptr() for one in gradients]
     stream, scratch = TORCH.stream(call.device), 0 if workspace is None else workspace.data_ptr()
     try:

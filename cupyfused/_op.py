@@ -92,7 +92,7 @@ class Op:
 
     def rule(self, as_tensors: bool) -> tuple[float, ...]:
         """Return the backward numbers for options given as tensors or as numbers."""
-        # Not before the first backward: autograd's threads, which the probe starts, start the driver, and then no fork can use CUDA.
+        # Not before the first backward: the probe starts autograd's threads, those start the driver, and then no fork can use CUDA.
         if as_tensors not in self.known_rules:
             self.known_rules[as_tensors] = self.rules(as_tensors)
         return self.known_rules[as_tensors]
