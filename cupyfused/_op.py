@@ -14,11 +14,12 @@ from typing import Any
 
 from . import _arrays, _dlpack, _kernel, _layout
 from ._arrays import Kind, Operand, device_name
-from ._dtypes import Dtype, Rank, fit_number, fold_types
+from ._dtypes import Dtype, fit_number
 from ._launch import Launch
 from ._layout import Ints, Strided
 from ._out import check_out
 from ._plan import Backend, Described, map_plan
+from ._result import result_dtype, result_strides
 from .errors import DtypeError, OperandError, message
 
 __all__ = ["Call", "Op", "decide", "open_operands", "run"]
@@ -180,17 +181,6 @@ def open_operands(op: Op, kind: Kind, values: Sequence[Any], default_float: Dtyp
     return tuple(operands)
 
 
-def result_dtype(op: Op, operands: Sequence[Operand]) -> Dtype:
-    """Return the dtype of a call's result."""
-    inputs, options = operands[: len(op.inputs)], operands[len(op.inputs) :]
-    dtype = fold_types([one.typed for one in inputs if one.typed], [one.typed for one in options if one.typed])
-    if dtype.name == "bool" and not op.takes_bool:
-        raise DtypeError(
-            message(op.name, op.inputs[0], expected="a result that is not bool", got="bool", remedy="Convert x first.")
-        )
-    return dtype
-
-
 def decide(op: Op, operands: tuple[Operand, ...], out: Operand | None, backend: Backend | None, dtype: Dtype | None = None) -> Call:
     """Decide everything about a call: its result's dtype (unless it is given), shape and strides, and the launch."""
     dtype = dtype or result_dtype(op, operands)
@@ -202,9 +192,9 @@ def decide(op: Op, operands: tuple[Operand, ...], out: Operand | None, backend: 
         raise OperandError(
             message(op.name, "operands", expected="shapes that broadcast together", got=got, remedy="Reshape one of them.")
         )
-    strides = _result_strides(shape, inputs, options)
     device = operands[0].device
     assert device is not None
+    strides = result_strides(shape, inputs, options, device[0] == _dlpack.CPU)
     if out is not None:
         check_out(op, out, operands, shape, dtype, device)
         assert out.described.array is not None
@@ -216,23 +206,6 @@ def decide(op: Op, operands: tuple[Operand, ...], out: Operand | None, backend: 
     items = tuple(k for k, one in enumerate(operands) if one.device is None and hasattr(one.value, "item"))
     remembered = tuple(one._replace(value=None, address=0) for one in operands)
     return Call(shape, strides, dtype, device, backend, launch, remembered, items)
-
-
-def _result_strides(shape: Ints, inputs: Sequence[Operand], options: Sequence[Operand]) -> Ints:
-    """Fold the strides of the composed expression: each step's result is the next step's first operand."""
-    zero_dim = Strided((), ())
-    own = inputs[0].described.array
-    assert own is not None
-    for one in inputs[1:]:
-        other = one.described.array or zero_dim
-        step_shape = _layout.broadcast_shapes([own.shape, other.shape])
-        assert step_shape is not None
-        own = Strided(step_shape, _layout.result_strides(step_shape, [own, other]))
-    given = [one for one in options if one.typed is not None]
-    if given:  # a step of its own; bounds count as operands only where all of them are tensors
-        bounds = [zero_dim] if all(one.typed is not None and one.typed.rank == Rank.ZERO_DIM for one in given) else []
-        return _layout.result_strides(shape, [own, *bounds])
-    return own.strides
 
 
 def run(op: Op, call: Call, stream: int, result: int, slots: Sequence[Any]) -> None:
