@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
+from ._settings import set_compile_mode
 from .errors import CompileError, CudaError, CupyfusedError, DtypeError, OperandError
 from .ops.fused_scale_bias import fused_scale_bias
 from .ops.fused_scale_bias_clamp import fused_scale_bias_clamp
@@ -32,6 +33,7 @@ __all__ = [
     "OperandError",
     "fused_scale_bias",
     "fused_scale_bias_clamp",
+    "set_compile_mode",
     "show_config",
 ]
 

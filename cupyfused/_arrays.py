@@ -163,7 +163,7 @@ def _kind_of_type(kind: type) -> Kind | None:
     roots = {base.__module__.partition(".")[0] for base in kind.__mro__}
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and "torch" in roots and issubclass(kind, torch.Tensor):
-        return importlib.import_module("cupyfused._torch").TORCH  # type: ignore[no-any-return]
+        return importlib.import_module("cupyfused._torch_kind").TORCH  # type: ignore[no-any-return]
     if cupy is not None and "cupy" in roots and issubclass(kind, cupy.ndarray):
         return CUPY
     return None

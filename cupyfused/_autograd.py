@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import struct
 from collections.abc import Sequence
@@ -12,15 +13,15 @@ from torch import Tensor
 
 from . import _layout
 from ._arrays import Operand
+from ._composed import composed_gradients
 from ._dtypes import Dtype, fit_number
 from ._gates import is_plain, is_watched
 from ._layout import Ints, Strided
 from ._op import Call, are_tensors
 from ._plan import Described, storage
+from ._promotion import TORCH_DTYPES
 from ._sum_plan import SumPlan, sum_plan
 from ._torch import (
-    TORCH,
-    TORCH_DTYPES,
     check_options,
     compute_reference,
     eager_forward,
@@ -29,58 +30,71 @@ from ._torch import (
     runs_kernel,
     signature,
 )
+from ._torch_kind import TORCH
 
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["composed_gradients", "eager_backward", "function"]
+__all__ = ["eager_backward", "function"]
 
 Gradients = list[Tensor | None]
 
 
 @functools.cache
 def function(op: Op) -> Any:
-    """Return the `autograd.Function` of an op: `.apply(*inputs, *options)`, with "auto" or another `impl` behind if wanted."""
-    inputs, arguments = len(op.inputs), len(op.inputs) + len(op.options)
-
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        values, impl = normalised(args[:arguments]), args[arguments] if len(args) > arguments else "auto"
-        if True in ctx.needs_input_grad[inputs:arguments]:
-            check_options(op, values)
-        if runs_kernel(op, values[0], impl):
-            result, call = eager_forward(op, values, impl)
-        else:
-            result = compute_reference(op, values)
-            call = find(op, values, "reference", signature(values, ("reference", None, None), memory=False)[0])
-        places = call.saving.get(ctx.needs_input_grad)
-        if places is None:
-            places = call.saving[ctx.needs_input_grad] = _places_to_save(op, values, ctx.needs_input_grad)
-        ctx.save_for_backward(*[values[k] for k in places])
-        ctx.numbers = [None if isinstance(value, Tensor) else value for value in values]
-        ctx.call, ctx.places = call, places
-        ctx.set_materialize_grads(False)
-        return result
-
-    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * (len(ctx.needs_input_grad) - inputs)
-        if grad_out is None:
-            return (None,) * inputs + nothing
-        values = ctx.numbers.copy()
-        for k, tensor in zip(ctx.places, ctx.saved_tensors):
-            values[k] = tensor
-        wanted = ctx.needs_input_grad[:inputs]
-        if torch.is_grad_enabled() or ctx.call.backend is None or is_watched() or not is_plain((grad_out, *values)):
-            return (*composed_gradients(op, ctx.call, grad_out, values, wanted), *nothing)
-        gradients = eager_backward(op, ctx.call, grad_out, values, wanted)
-        for k in ctx.call.items:
-            if k < inputs and gradients[k] is not None:
-                gradients[k] = gradients[k].cpu()  # of a 0-dim CPU tensor beside CUDA arrays, which PyTorch too waits for
-        return (*gradients, *nothing)
-
+    """Return the `autograd.Function` of an op: `.apply(*inputs, *options)`, with `impl` and the result's dtype behind if wanted."""
     name = "".join(part.capitalize() for part in op.name.split("_"))
     doc = f"Gradients of `{op.name}`: `.apply({', '.join((*op.inputs, *op.options))})`."
-    body = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__doc__": doc, "__module__": "cupyfused"}
+    body = {
+        "forward": staticmethod(functools.partial(_forward, op)),
+        "backward": staticmethod(functools.partial(_backward, op)),
+        "__doc__": doc,
+        "__module__": "cupyfused",
+    }
     return type(name, (torch.autograd.Function,), body)
+
+
+def _forward(op: Op, ctx: Any, *args: Any) -> Tensor:
+    inputs, arguments = len(op.inputs), len(op.inputs) + len(op.options)
+    values, (impl, dtype) = normalised(args[:arguments]), args[arguments:] or ("auto", None)
+    if True in ctx.needs_input_grad[inputs:arguments]:
+        check_options(op, values)
+    if runs_kernel(op, values[0], impl):
+        result, call = eager_forward(op, values, impl, dtype)
+    else:
+        result = compute_reference(op, values, dtype)
+        call = find(op, values, "reference", signature(values, ("reference", None, dtype), memory=False)[0], dtype)
+    places = call.saving.get(ctx.needs_input_grad)
+    if places is None:
+        places = call.saving[ctx.needs_input_grad] = _places_to_save(op, values, ctx.needs_input_grad)
+    ctx.save_for_backward(*[values[k] for k in places])
+    ctx.numbers = [None if isinstance(value, Tensor) else value for value in values]
+    ctx.call, ctx.places = call, places
+    ctx.set_materialize_grads(False)
+    return result
+
+
+def _backward(op: Op, ctx: Any, grad_out: Tensor | None) -> tuple[Tensor | None, ...]:
+    inputs = len(op.inputs)
+    nothing = (None,) * (len(ctx.needs_input_grad) - inputs)
+    if grad_out is None:
+        return (None,) * inputs + nothing
+    values, call = ctx.numbers.copy(), ctx.call
+    for k, tensor in zip(ctx.places, ctx.saved_tensors):
+        values[k] = tensor
+    wanted = ctx.needs_input_grad[:inputs]
+    if torch.is_grad_enabled() or call.backend is None or is_watched() or not is_plain((grad_out, *values)):
+        whole = _with_blanks(call, grad_out, values, inputs)
+        return (*composed_gradients(lambda now: compute_reference(op, now, call.dtype), grad_out, whole, wanted), *nothing)
+    for k in ctx.places:
+        if not _lies_as_described(values[k], call.operands[k]):
+            call = _described_anew(call, values)
+            break
+    gradients = eager_backward(op, call, grad_out, values, wanted)
+    for k in call.items:
+        if k < inputs and gradients[k] is not None:
+            gradients[k] = gradients[k].cpu()  # of a 0-dim CPU tensor beside CUDA arrays, which PyTorch too waits for
+    return (*gradients, *nothing)
 
 
 def _places_to_save(op: Op, values: Sequence[Any], needs: Sequence[bool]) -> Ints:
@@ -88,6 +102,37 @@ def _places_to_save(op: Op, values: Sequence[Any], needs: Sequence[bool]) -> Int
     inputs = len(op.inputs)
     read = op.saved(needs[:inputs], any(value is not None for value in values[inputs:]))
     return tuple(k for k, value in enumerate(values) if isinstance(value, Tensor) and (k >= inputs or op.inputs[k] in read))
+
+
+def _lies_as_described(value: Tensor, one: Operand) -> bool:
+    """Whether a saved tensor lies as it did: hooks that keep it elsewhere, on the CPU say, may give back other strides."""
+    array = one.described.array
+    return array is None or (value.stride() == array.strides and value.data_ptr() % 16 == one.described.alignment)
+
+
+def _described_anew(call: Call, values: Sequence[Any]) -> Call:
+    """Return the call for saved tensors that lie elsewhere now."""
+    key = tuple((value.stride(), value.data_ptr() % 16) if isinstance(value, Tensor) else None for value in values)
+    found = call.elsewhere.get(key)
+    if found is None:
+        operands = [
+            one._replace(described=TORCH.describe(value)) if isinstance(value, Tensor) and one.described.array else one
+            for value, one in zip(values, call.operands)
+        ]
+        found = call.elsewhere[key] = dataclasses.replace(call, operands=tuple(operands), backward={}, elsewhere={})
+    return found
+
+
+def _with_blanks(call: Call, grad_out: Tensor, values: Sequence[Any], inputs: int) -> list[Any]:
+    """Stand a zero in for each input that was not kept since no gradient reads it; nothing of it reaches a second derivative."""
+    whole = list(values)
+    for k, value in enumerate(values[:inputs]):
+        if value is None:
+            one = _describe_gradient(call.operands[k])
+            assert one.array is not None and one.dtype is not None
+            blank = torch.zeros((), dtype=TORCH_DTYPES[one.dtype.name], device="cpu" if k in call.items else grad_out.device)
+            whole[k] = blank.expand(one.array.shape)
+    return whole
 
 
 # ---- the kernel ---------------------------------------------------------------------------------------------------------
@@ -167,35 +212,10 @@ def _plan(
     targets = [None if one is None else _Target(one) for one in described]
     if 0 in call.shape:
         return None, targets
-    geometry = TORCH.read(grad_out)
-    operands = [Described(call.dtype, Strided(geometry.shape, geometry.strides), geometry.address % 16)]
+    operands = [TORCH.describe(grad_out)]
     described_values = [Described() if value is None else one.described for value, one in zip(values, call.operands)]
     operands += described_values[: len(inputs)]
     scalars = described_values[len(inputs) :] + [Described(call.dtype)] * len(op.backward_numbers)
     stored = storage([one.described for one in inputs], call.dtype)
     assert call.backend is not None
     return sum_plan(op, call.shape, operands, scalars, described, stored, call.backend), targets
-
-
-# ---- the composed expression --------------------------------------------------------------------------------------------
-
-
-def composed_gradients(op: Op, call: Call, grad_out: Tensor, values: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
-    """Compute the gradients by PyTorch operations; with grad mode on they can be differentiated again."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        arguments = list(values)
-        for k, (value, asked) in enumerate(zip(values, wanted)):
-            if value is None:
-                # Not kept since no gradient reads it: any value will do, and nothing of it reaches a second derivative.
-                one = _describe_gradient(call.operands[k])
-                assert one.array is not None and one.dtype is not None
-                blank = torch.zeros((), dtype=TORCH_DTYPES[one.dtype.name], device="cpu" if k in call.items else grad_out.device)
-                arguments[k] = blank.expand(one.array.shape).requires_grad_(asked)
-            elif asked:
-                # An alias of its own, so that a tensor passed twice gets each place's gradient once.
-                arguments[k] = value.view_as(value) if create_graph else value.detach().requires_grad_()
-        y = compute_reference(op, arguments, call.dtype)
-        asked_for = [one for one, asked in zip(arguments, wanted) if asked]
-        found = iter(torch.autograd.grad(y, asked_for, grad_out, create_graph=create_graph))
-    return [next(found) if asked else None for asked in wanted]

@@ -8,8 +8,19 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-__all__ = ["is_plain", "is_transformed", "is_watched", "needs_gradient"]
+__all__ = [
+    "in_forward_mode",
+    "is_dispatching",
+    "is_plain",
+    "is_profiling",
+    "is_transformed",
+    "is_watched",
+    "is_wrapped",
+    "needs_gradient",
+]
 
 _functorch_level = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 _mode_count = getattr(torch._C, "_len_torch_dispatch_stack", None)
@@ -35,7 +46,8 @@ def is_watched() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
-def _is_wrapped(value: Tensor) -> bool:
+def is_wrapped(value: Tensor) -> bool:
+    """Whether a tensor of plain type is a wrapper of functorch, or of batched gradients."""
     return any(test(value) for test in _wrapper_tests)
 
 
@@ -44,17 +56,34 @@ def is_plain(values: Sequence[Any]) -> bool:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is torch.nn.Parameter:
-            if value.is_neg() or _is_wrapped(value):
+            if value.is_neg() or is_wrapped(value):
                 return False
         elif isinstance(value, Tensor):
             return False
     return not any(isinstance(value, Tensor) and value.is_meta for value in values[:1])
 
 
+def is_dispatching(value: Any) -> bool:
+    """Whether a tensor is of a class that computes PyTorch's operations itself: DTensor, quantised weights, a user's wrapper.
+
+    Not one of PyTorch's own tracers, which know the registered operators.
+    """
+    if not isinstance(value, Tensor) or type(value).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return False
+    return not isinstance(value, (FakeTensor, FunctionalTensor))
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are being computed, by duals or by functorch."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
 def is_transformed() -> bool:
     """Whether functorch or forward mode is at work."""
-    in_functorch = _functorch_level is not None and _functorch_level() is not None
-    return in_functorch or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    return (_functorch_level is not None and _functorch_level() is not None) or in_forward_mode()
+
+
+is_profiling: Callable[[], bool] = getattr(torch._C._autograd, "_profiler_enabled", lambda: False)
 
 
 def needs_gradient(values: Sequence[Any]) -> bool:

@@ -23,7 +23,8 @@ from .errors import CompileError, CudaError
 
 __all__ = ["backend"]
 
-_FLAGS = ("-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++")
+# Fortified headers, which Ubuntu switches on, take a longjmp from one fiber to another for a broken stack and abort.
+_FLAGS = ("-std=c++17", "-O1", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-x", "c++")
 _MULTIPROCESSORS = 3  # few, so that small arrays already split into several blocks, and odd
 
 _RUN = """

@@ -8,20 +8,32 @@ The low-level Library API with schemas written out: a registered call costs 13 u
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction
 
-from . import _arrays, _autograd, _op, _torch
-from ._dtypes import Dtype, Rank, Typed, fold_types, number_dtype
+from . import _autograd, _batching, _op, _torch
+from ._composed import composed_gradients, decomposed
+from ._gates import in_forward_mode, is_transformed, is_wrapped
 from ._op import Op
+from ._promotion import DTYPES, autocasts, result_dtype
+from .errors import OperandError, message
 
-__all__ = ["register", "traced_call"]
+__all__ = ["register"]
 
 _library = torch.library.Library("cupyfused", "FRAGMENT")  # kept here: an op is gone with the library object that made it
 _registered: set[str] = set()
+# The dispatch keys of a thread that nothing watches.
+with ThreadPoolExecutor(1) as _thread:
+    _untouched = _thread.submit(
+        lambda: (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+    ).result()
+_AUTOCAST = ("AutocastCUDA", "AutocastCPU")
 
 
 def register(op: Op) -> None:
@@ -29,146 +41,160 @@ def register(op: Op) -> None:
     if op.name in _registered:
         return
     _registered.add(op.name)
-    tensors = [*(f"Tensor {name}" for name in op.inputs), *(f"Tensor? {name}=None" for name in op.options)]
-    _library.define(f"{op.name}({', '.join(tensors)}, *, ScalarType? dtype=None, bool numbers=False) -> Tensor", tags=_tags())
-    needed = [*(f"Tensor {name}" for name in op.inputs), *(f"Tensor? {name}" for name in op.options)]
+    optional = [f"Tensor? {name}" for name in op.options]
+    operands = ", ".join([f"Tensor {name}" for name in op.inputs] + [f"{one}=None" for one in optional])
+    _library.define(f"{op.name}({operands}, *, ScalarType? dtype=None, bool numbers=False) -> Tensor", tags=_tags("pointwise"))
+    operands = ", ".join(["Tensor grad_out"] + [f"Tensor {name}" for name in op.inputs] + optional)
     results = ", ".join("Tensor?" for _ in op.inputs)
-    _library.define(f"{op.name}_backward(Tensor grad_out, {', '.join(needed)}, *, bool[] mask, bool numbers) -> ({results})")
-    for name, kernel, fake in (
-        (op.name, functools.partial(_forward, op), functools.partial(_forward_fake, op)),
-        (f"{op.name}_backward", functools.partial(_backward, op), functools.partial(_backward_fake, op)),
+    _library.define(f"{op.name}_backward({operands}, *, bool[] mask, bool numbers) -> ({results})", tags=_tags())
+    for name, kernel, fake, autograd, batched in (
+        (op.name, _forward, _forward_fake, _forward_autograd, _batching.forward_rule),
+        (f"{op.name}_backward", _backward, _backward_fake, _backward_autograd, _batching.backward_rule),
     ):
-        _library.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cupyfused::{name}", fake, lib=_library)
-    _library.impl(op.name, _autograd_kernel(op), "Autograd")
+        _library.impl(name, functools.partial(kernel, op), "CompositeExplicitAutograd")
+        _library.impl(name, functools.partial(autograd, op), "Autograd")
+        torch.library.register_fake(f"cupyfused::{name}", functools.partial(fake, op), lib=_library)
+        torch.library.register_vmap(f"cupyfused::{name}", functools.partial(batched, op), lib=_library)
+    if op.autocast != "none":
+        for key in _AUTOCAST:
+            _library.impl(op.name, functools.partial(_forward_autocast, op), key)
 
 
-def _tags() -> tuple[Any, ...]:
-    names = ("pt2_compliant_tag", "pointwise")
+def _tags(*names: str) -> tuple[Any, ...]:
+    """`flexible_layout`: kernels take any strides, so that nothing need be copied into the strides of the trace."""
+    names = ("pt2_compliant_tag", "flexible_layout", *names)
     return tuple(getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name))
 
 
-def traced_call(op: Op, values: Sequence[Any]) -> Tensor:
-    """Call the registered op: numbers become 0-dim tensors, so that a new number is not a new graph."""
-    values = [value if value is None or isinstance(value, (Tensor, int, float)) else _arrays.as_number(value) for value in values]
-    tensors = [value if value is None or isinstance(value, Tensor) else _as_tensor(value) for value in values]
-    numbers = not _op.are_tensors(values[len(op.inputs) :])
-    overload = getattr(torch.ops.cupyfused, op.name).default
-    return overload(*tensors, dtype=_result_dtype(op, values), numbers=numbers)  # type: ignore[no-any-return]
+def _overload(name: str) -> Any:
+    return getattr(torch.ops.cupyfused, name).default
 
 
-def _as_tensor(number: bool | int | float) -> Tensor:
-    dtype = torch.bool if isinstance(number, bool) else torch.int64 if isinstance(number, int) else torch.float64
-    return torch.zeros((), dtype=dtype) + number if dtype != torch.bool else torch.tensor(number)
+def _rule(op: Op, numbers: bool) -> tuple[float, ...] | None:
+    return op.rule(False) if numbers else None
 
 
-def _result_dtype(op: Op, values: Sequence[Any]) -> torch.dtype:
-    """Fold promotion over the operands; from their dtypes alone, so that Dynamo can follow."""
-    default = _torch.DTYPES[torch.get_default_dtype()]
-    inputs = [_typed(value, default) for value in values[: len(op.inputs)]]
-    options = [_typed(value, default) for value in values[len(op.inputs) :] if value is not None]
-    return _torch.TORCH_DTYPES[fold_types(inputs, options).name]
-
-
-def _typed(value: Any, default: Dtype) -> Typed:
-    if isinstance(value, Tensor):
-        return Typed(_torch.DTYPES[value.dtype], Rank.ARRAY if value.dim() else Rank.ZERO_DIM)
-    return Typed(number_dtype(value, default), Rank.NUMBER)
-
-
-# ---- kernels ------------------------------------------------------------------------------------------------------------
-
-
-def _number_options(op: Op, values: Sequence[Any], numbers: bool) -> list[Any]:
-    """Return options that came as numbers to what they were: their gradient at a bound can differ from a tensor's."""
-    inputs = len(op.inputs)
-    if not numbers:
-        return list(values)
-    return [
-        value.item() if k >= inputs and isinstance(value, Tensor) and value.device.type == "cpu" else value
-        for k, value in enumerate(values)
-    ]
+# ---- forward ------------------------------------------------------------------------------------------------------------
 
 
 def _forward(op: Op, *values: Any, dtype: torch.dtype | None = None, numbers: bool = False) -> Tensor:
-    values = _complete(op, values)
-    override = None if dtype is None else _torch.DTYPES[dtype]
+    values = op.complete(values)
+    override = None if dtype is None else DTYPES[dtype]
     if _torch.runs_kernel(op, values[0], "auto"):
         return _torch.eager_forward(op, values, "auto", override)[0]
     return _torch.compute_reference(op, values, override)
 
 
-def _complete(op: Op, values: Sequence[Any]) -> tuple[Any, ...]:
-    return (*values, *(None,) * (len(op.inputs) + len(op.options) - len(values)))
-
-
 def _forward_fake(op: Op, *values: Any, dtype: torch.dtype | None = None, numbers: bool = False) -> Tensor:
-    y: Tensor = op.reference(torch, *_complete(op, values))
+    y: Tensor = op.reference(torch, *op.complete(values))
     return y if dtype is None else y.to(dtype)
 
 
+def _forward_autocast(op: Op, *values: Any, dtype: torch.dtype | None = None, numbers: bool = False) -> Tensor:
+    values = op.complete(values)
+    device_type = values[0].device.type
+    if dtype is None and autocasts(op, device_type):
+        dtype = result_dtype(op, values)
+    with torch.autocast(device_type, enabled=False):
+        return _overload(op.name)(*values, dtype=dtype, numbers=numbers)  # type: ignore[no-any-return]
+
+
+def _forward_autograd(op: Op, *values: Any, dtype: torch.dtype | None = None, numbers: bool = False) -> Tensor:
+    values = op.complete(values)
+    _torch.check_options(op, values)
+    if in_forward_mode():
+        # PyTorch differentiates its own operations at every level; a Function gives 0 where two forward levels are open.
+        return decomposed(op, values, dtype or result_dtype(op, values), _rule(op, numbers))
+    with enable_single_level_autograd_function():
+        return _function(op, _Registered).apply(op, torch.is_grad_enabled(), dtype, numbers, *values)  # type: ignore[no-any-return]
+
+
+# ---- backward -----------------------------------------------------------------------------------------------------------
+
+
 def _backward(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> tuple[Tensor | None, ...]:
-    dtype = _torch.DTYPES[grad_out.dtype]
-    if _torch.runs_kernel(op, values[0], "auto"):
-        key, _ = _torch.signature(values, ("auto", _op.cpu_impl, dtype))
-        call = _torch.find(op, values, "auto", key, dtype)
-        gradients = _autograd.eager_backward(op, call, grad_out, values, mask, not numbers)
-        return tuple(one if one is None else one.to(value.device) for one, value in zip(gradients, values))
-    return tuple(
-        _autograd.composed_gradients(op, _reference_call(op, values, dtype), grad_out, _number_options(op, values, numbers), mask)
-    )
+    dtype = DTYPES[grad_out.dtype]
+    if not _torch.runs_kernel(op, values[0], "auto"):
+        with torch.no_grad(), torch._C._ForceDispatchKeyGuard(*_untouched):  # autograd is switched off below its own kernels
+            found = _composed(op, grad_out, *values, mask=mask, numbers=numbers)
+        return tuple(None if one is None else torch.empty_like(value).copy_(one) for one, value in zip(found, values))
+    key, _ = _torch.signature(values, ("auto", _op.cpu_impl, dtype))
+    call = _torch.find(op, values, "auto", key, dtype)
+    gradients = _autograd.eager_backward(op, call, grad_out, values, mask, not numbers)
+    return tuple(one if one is None else one.to(value.device) for one, value in zip(gradients, values))
 
 
-def _reference_call(op: Op, values: Sequence[Any], dtype: Any) -> _op.Call:
-    key, _ = _torch.signature(values, ("reference", None, dtype), memory=False)
-    return _torch.find(op, values, "reference", key, dtype)
+def _composed(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> tuple[Tensor | None, ...]:
+    rule = _rule(op, numbers)
+    return tuple(composed_gradients(lambda now: decomposed(op, now, grad_out.dtype, rule), grad_out, values, mask))
 
 
 def _backward_fake(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> tuple[Tensor | None, ...]:
     return tuple(torch.empty_like(value) if asked else None for value, asked in zip(values, mask))
 
 
+def _backward_autograd(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> tuple[Tensor | None, ...]:
+    if in_forward_mode():
+        remedy = f"Differentiate cupyfused::{op.name} itself, which has forward mode."
+        raise OperandError(
+            message(f"{op.name}_backward", "grad_out", expected="no forward-mode derivative", got="one", remedy=remedy)
+        )
+    with enable_single_level_autograd_function():
+        return _function(op, _RegisteredBackward).apply(op, torch.is_grad_enabled(), mask, numbers, grad_out, *values)  # type: ignore[no-any-return]
+
+
 # ---- autograd -----------------------------------------------------------------------------------------------------------
 
 
-def _autograd_kernel(op: Op) -> Callable[..., Tensor]:
-    count, inputs = len(op.inputs) + len(op.options), len(op.inputs)
-    forward = getattr(torch.ops.cupyfused, op.name).default
-    backward = getattr(torch.ops.cupyfused, f"{op.name}_backward").default
+class _Registered(_SingleLevelFunction):
+    """Gradients of a registered op at the level of autograd or functorch that is being computed; others lie below the call."""
 
-    class Registered(torch.autograd.Function):
-        """Gradients of a registered op; with `setup_context`, so that functorch takes it."""
+    @staticmethod
+    def forward(ctx: Any, op: Op, grad_mode: bool, dtype: torch.dtype | None, numbers: bool, *values: Any) -> Tensor:
+        ctx.op, ctx.numbers = op, numbers
+        ctx.save_for_backward(*values)
+        # A Function switches recording off for its forward; the levels below record if the caller does.
+        with torch.set_grad_enabled(grad_mode), torch._C._AutoDispatchBelowAutograd():
+            return _overload(op.name)(*values, dtype=dtype, numbers=numbers)  # type: ignore[no-any-return]
 
-        @staticmethod
-        def forward(*args: Any) -> Tensor:
-            *values, dtype, numbers = args
-            with torch._C._AutoDispatchBelowAutograd():
-                return forward(*values, dtype=dtype, numbers=numbers)  # type: ignore[no-any-return]
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        op, inputs = ctx.op, len(ctx.op.inputs)
+        composed = in_forward_mode() or (is_wrapped(grad_out) and not is_transformed())
+        compute = functools.partial(_composed, op) if composed else _overload(f"{op.name}_backward")
+        gradients = compute(grad_out, *ctx.saved_tensors, mask=ctx.needs_input_grad[4 : 4 + inputs], numbers=ctx.numbers)
+        return (None, None, None, None, *gradients, *(None,) * len(op.options))
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-            *values, _, ctx.numbers = inputs
-            ctx.save_for_backward(*values)
 
-        @staticmethod
-        def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-            values, mask = ctx.saved_tensors, ctx.needs_input_grad[:inputs]
-            numbers = ctx.numbers
-            if torch.is_grad_enabled():
-                call = _reference_call(op, values, _torch.DTYPES[grad_out.dtype])
-                gradients = _autograd.composed_gradients(op, call, grad_out, _number_options(op, values, numbers), mask)
-            else:
-                gradients = backward(grad_out, *values, mask=mask, numbers=numbers)
-            return (*gradients, *(None,) * (count + 2 - inputs))
+class _RegisteredBackward(_SingleLevelFunction):
+    """Gradients of the gradients, by the composed expression, and only if they are asked for."""
 
-    def kernel(*values: Any, dtype: torch.dtype | None = None, numbers: bool = False) -> Tensor:
-        values = _complete(op, values)
-        _torch.check_options(op, values)
-        return Registered.apply(*values, dtype, numbers)  # type: ignore[no-any-return]
+    @staticmethod
+    def forward(ctx: Any, op: Op, grad_mode: bool, mask: Sequence[bool], numbers: bool, *values: Any) -> tuple[Tensor | None, ...]:
+        ctx.op, ctx.mask, ctx.numbers = op, mask, numbers
+        ctx.save_for_backward(*values)
+        with torch.set_grad_enabled(grad_mode), torch._C._AutoDispatchBelowAutograd():
+            return _overload(f"{op.name}_backward")(*values, mask=mask, numbers=numbers)  # type: ignore[no-any-return]
 
-    return kernel
+    @staticmethod
+    def backward(ctx: Any, *grad_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        op, values = ctx.op, ctx.saved_tensors
+        asked = [given for given, one in zip(grad_gradients, ctx.mask) if one]
+
+        def inner(chosen: Sequence[Any]) -> tuple[Tensor, ...]:
+            found = _composed(op, *chosen, mask=ctx.mask, numbers=ctx.numbers)
+            return tuple(one for one in found if one is not None)
+
+        gradients = composed_gradients(inner, tuple(asked), values, ctx.needs_input_grad[4:])
+        return (None, None, None, None, *gradients)
+
+
+@functools.cache
+def _function(op: Op, of: Any) -> Any:
+    """Return the class of an op, so that graphs and profiles show its name."""
+    return type(of.__name__.removeprefix("_") + _autograd.function(op).__name__, (of,), {})
 
 
 for _known in _op.OPS:
     register(_known)
-_op.register_with_torch, _op.torch_call = register, _torch.call
+_op.register_with_torch, _op.tensor_class, _op.torch_call = register, Tensor, _torch.call

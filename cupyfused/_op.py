@@ -9,8 +9,9 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from . import _arrays, _dlpack, _kernel, _layout
 from ._arrays import Kind, Operand, device_name
@@ -35,6 +36,7 @@ OPS: list[Op] = []
 # Set by `_library` once PyTorch is there.
 register_with_torch: Callable[[Op], None] | None = None
 torch_call: Callable[..., Any] | None = None
+tensor_class: type = type(None)
 
 
 @dataclass(eq=False)
@@ -59,6 +61,12 @@ class Op:
         Names of further numbers that the functor's backward takes.
     rules
         `rules(as_tensors)` computes those numbers, for options given as numbers or as tensors.
+    traced_reference
+        `traced_reference(namespace, *inputs, *options, *numbers)`: as `reference`, with the gradients of options that are numbers,
+        though in a traced graph they are 0-dim tensors; it takes the numbers of `rules` too. None: `reference` has them.
+    autocast
+        What `torch.autocast` does: "none", ordinary promotion; "promote", 16-bit floats count as float32 beside others; "float32",
+        always.
     takes_bool
         Whether the op is defined on bool, as addition is and clamping is not.
     """
@@ -71,6 +79,8 @@ class Op:
     reads_with_options: tuple[str, ...] = ()
     backward_numbers: tuple[str, ...] = ()
     rules: Callable[[bool], tuple[float, ...]] = lambda as_tensors: ()
+    traced_reference: Callable[..., Any] | None = None
+    autocast: Literal["none", "promote", "float32"] = "none"
     takes_bool: bool = True
     text: str | None = None  # the functor; None: cuda_src/<name>.cuh
     calls: dict[Any, Call] = field(default_factory=dict, repr=False)
@@ -86,6 +96,10 @@ class Op:
         """The CUDA text of the functor."""
         return self.text if self.text is not None else _kernel.cuda_text(f"{self.name}.cuh")
 
+    def complete(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments of a call with None for the options that were left out."""
+        return (*values, *(None,) * (len(self.inputs) + len(self.options) - len(values)))
+
     def saved(self, wanted: Sequence[bool], has_options: bool) -> frozenset[str]:
         """Return the inputs that the wanted gradients read."""
         names = {name for asked, of in zip(wanted, self.inputs) if asked for name in self.reads[of]}
@@ -95,7 +109,9 @@ class Op:
         """Return the backward numbers for options given as tensors or as numbers."""
         # Not before the first backward: the probe starts autograd's threads, those start the driver, and then no fork can use CUDA.
         if as_tensors not in self.known_rules:
-            self.known_rules[as_tensors] = self.rules(as_tensors)
+            # In a thread of its own no mode, transform or tracer of the caller sees what is probed.
+            with ThreadPoolExecutor(1) as thread:
+                self.known_rules[as_tensors] = thread.submit(self.rules, as_tensors).result()
         return self.known_rules[as_tensors]
 
     def remember(self, key: Any, call: Call) -> Call:
@@ -132,11 +148,13 @@ class Op:
 
 def _torch_call(x: Any) -> Callable[..., Any] | None:
     """Return the entry for PyTorch tensors if `x` is one; PyTorch is never imported for anything else."""
+    if torch_call is not None:  # and Dynamo need not look at sys.modules
+        return torch_call if isinstance(x, tensor_class) else None
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         return None
-    if torch_call is None:
-        from . import _library  # noqa: F401  # the first tensor registers the ops, and sets torch_call
+    from . import _library  # noqa: F401  # the first tensor registers the ops, and sets torch_call
+
     return torch_call
 
 
@@ -153,6 +171,7 @@ class Call:
     operands: tuple[Operand, ...]  # as they were described the first time; their values and addresses are not to be used
     items: Ints  # operands whose value is read on the host: 0-dim CPU tensors beside CUDA arrays
     saving: dict[Any, Ints] = field(default_factory=dict)  # which arguments backward needs, by the gradients asked for
+    elsewhere: dict[Any, Call] = field(default_factory=dict)  # the same for saved tensors that hooks gave back with other strides
     backward: dict[Any, Any] = field(default_factory=dict)  # plans, by the gradients asked for and how the incoming one lies
 
 
@@ -238,6 +257,20 @@ def fitted(op: Op, call: Call, slots: Sequence[Any]) -> list[Any]:
     return result
 
 
+def check_on_cuda(op: Op, device: _arrays.Device) -> None:
+    """Refuse impl="cuda" where it cannot be had."""
+    if device[0] != _dlpack.CUDA:
+        raise OperandError(
+            message(
+                op.name,
+                "impl",
+                expected="CUDA arrays with impl='cuda'",
+                got=f"arrays on {device_name(device)}",
+                remedy="Move them to a CUDA device, or leave impl out.",
+            )
+        )
+
+
 def choose_backend(op: Op, impl: str, device: _arrays.Device) -> Backend | None:
     """Return where a call runs, None for the reference expression; never a silent fallback."""
     on_cuda = device[0] == _dlpack.CUDA
@@ -246,16 +279,7 @@ def choose_backend(op: Op, impl: str, device: _arrays.Device) -> Backend | None:
     if impl == "reference":
         return None
     if impl == "cuda":
-        if not on_cuda:
-            raise OperandError(
-                message(
-                    op.name,
-                    "impl",
-                    expected="CUDA arrays with impl='cuda'",
-                    got=f"arrays on {device_name(device)}",
-                    remedy="Move them to a CUDA device, or leave impl out.",
-                )
-            )
+        check_on_cuda(op, device)
         return _arrays.cuda_backend(device[1])
     if on_cuda:
         raise OperandError(

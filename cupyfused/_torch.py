@@ -1,11 +1,12 @@
-"""PyTorch: the array kind, and the routes by which a call reaches the kernels with its gradients.
+"""PyTorch: the routes by which a call reaches the kernels with its gradients.
 
 A call takes one of three routes, chosen in `call`:
 
 - the short cut: plain tensors in plain eager mode go straight to the plan, through an `autograd.Function` if a gradient is asked
   for. It is taken only if nothing is watching or transforming the call, see `is_plain`;
-- functorch transforms and forward-mode duals compute the composed expression, which PyTorch differentiates;
-- torch.compile, tracing, fake tensors and tensor subclasses go through `torch.ops.cupyfused`, see `_library`.
+- whatever watches or transforms calls (functorch, forward mode, fake tensors, modes, tracing) sees the registered operator, see
+  `_library`; classes that compute for themselves, DTensor say, see PyTorch's operations;
+- torch.compile and torch.export see one or the other, by a setting, see `_traced`.
 
 Loaded when the first tensor comes; importing cupyfused does not import torch.
 """
@@ -14,93 +15,36 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
-from . import _arrays, _dlpack, _op
-from ._arrays import Device
+from . import _arrays, _op
+from ._composed import COMPUTE, decomposed
 from ._dtypes import BY_NAME, Dtype
-from ._gates import is_plain, is_transformed, is_watched, needs_gradient
-from ._layout import Ints
+from ._gates import is_dispatching, is_plain, is_profiling, is_transformed, is_watched, needs_gradient
 from ._op import Call
 from ._out import open_out
+from ._promotion import DTYPES, TORCH_DTYPES, autocasts, result_dtype
+from ._torch_kind import TORCH, TORCH_UNREAD, TorchKind
 from .errors import CudaError, OperandError, message
 
 if TYPE_CHECKING:
     from ._op import Op
 
 __all__ = [
-    "DTYPES",
-    "TORCH",
-    "TORCH_DTYPES",
     "call",
     "compute_reference",
     "eager_forward",
     "find",
     "is_plain",
+    "no_gradients_with_out",
     "normalised",
     "runs_kernel",
     "signature",
 ]
-
-DTYPES: dict[torch.dtype, Dtype] = {getattr(torch, name): dtype for name, dtype in BY_NAME.items()}
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BY_NAME}
-_DEVICE_TYPES: dict[str, Any] = {"cpu": _dlpack.CPU, "cuda": _dlpack.CUDA}
-
-
-class TorchKind:
-    """torch.Tensor."""
-
-    name = "torch.Tensor"
-
-    def __init__(self, reads_memory: bool):
-        self._reads_memory = reads_memory
-
-    def refuses(self, array: Tensor) -> str | None:
-        if array.is_nested:
-            return "a nested tensor"
-        if array.layout != torch.strided:
-            return f"a tensor of layout {array.layout}"
-        if array.is_quantized:
-            return "a quantised tensor"
-        return None if array.dtype in DTYPES else str(array.dtype)
-
-    def read(self, array: Tensor) -> _dlpack.Descriptor:
-        """Read the DLPack descriptor, or what the tensor says of itself where no kernel will touch its memory."""
-        device = (_DEVICE_TYPES.get(array.device.type, array.device.type), array.device.index or 0)
-        shape, strides = tuple(array.shape), array.stride()
-        if not self._reads_memory or array.device.type not in _DEVICE_TYPES:
-            return _dlpack.Descriptor(0, shape, strides, DTYPES[array.dtype], device)
-        told = _dlpack.read(to_dlpack(array.detach()))  # detached: an export of a tensor that requires grad is refused
-        # The export rewrites the strides of dims of extent 1, on which the strides of results depend.
-        kept = tuple(own if extent == 1 else stride for own, stride, extent in zip(strides, told.strides, told.shape))
-        return told._replace(strides=kept)
-
-    def address(self, array: Tensor) -> int:
-        return array.data_ptr()
-
-    def empty(self, shape: Ints, strides: Ints, dtype: Dtype, device: Device) -> Tensor:
-        return torch.empty_strided(shape, strides, dtype=TORCH_DTYPES[dtype.name], device=_arrays.device_name(device))
-
-    def stream(self, device: Device) -> int:
-        return _stream(device[1]) if device[0] == _dlpack.CUDA else 0
-
-
-TORCH, _TORCH_UNREAD = TorchKind(reads_memory=True), TorchKind(reads_memory=False)
-
-_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-
-def _stream(device: int) -> int:
-    """Return PyTorch's current stream of the calling thread: a private name where there is one, 4 us by the public one."""
-    if _raw_stream is not None:
-        return _raw_stream(device)
-    return torch.cuda.current_stream(device).cuda_stream
-
 
 # ---- the routes -------------------------------------------------------------------------------------------------------
 
@@ -108,13 +52,13 @@ def _stream(device: int) -> int:
 def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor:
     """Compute an op for a torch.Tensor, by whichever route is right."""
     if torch.compiler.is_compiling():
-        from ._library import traced_call
+        from ._traced import compiled_call
 
-        return traced_call(op, values)
+        return compiled_call(op, values, out, impl)
     try:
         return _route(op, values, out, impl)
     except (RuntimeError, NotImplementedError):
-        _open(op, values, _TORCH_UNREAD)  # what PyTorch refuses, a tensor without strides say, has an error of ours that names it
+        _open(op, values, TORCH_UNREAD)  # what PyTorch refuses, a tensor without strides say, has an error of ours that names it
         raise
 
 
@@ -122,20 +66,42 @@ def _route(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tens
     if out is not None:
         return _call_out(op, values, out, impl)
     values = normalised(values)
-    if not is_watched() and is_plain(values):
-        if not runs_kernel(op, values[0], impl):
-            check_options(op, values)
-            return compute_reference(op, values)
-        if needs_gradient(values):
-            return _function(op).apply(*values, impl)  # type: ignore[no-any-return]
-        return eager_forward(op, values, impl)[0]
-    check_options(op, values)
-    if is_transformed() or impl == "reference":
-        return compute_reference(op, values)
-    _open(op, values, _TORCH_UNREAD)  # for its checks
-    from ._library import traced_call
+    if is_watched() or not is_plain(values):
+        return _watched_call(op, values, impl)
+    if is_profiling():
+        with torch.profiler.record_function(op.name):
+            return _plain_call(op, values, impl)
+    return _plain_call(op, values, impl)
 
-    return traced_call(op, values)
+
+def _plain_call(op: Op, values: Sequence[Any], impl: str) -> Tensor:
+    dtype = DTYPES[result_dtype(op, values)] if autocasts(op, values[0].device.type) else None
+    if not runs_kernel(op, values[0], impl):
+        check_options(op, values)
+        return compute_reference(op, values, dtype)
+    if needs_gradient(values):
+        return _function(op).apply(*values, impl, dtype)  # type: ignore[no-any-return]
+    return eager_forward(op, values, impl, dtype)[0]
+
+
+def _watched_call(op: Op, values: Sequence[Any], impl: str) -> Tensor:
+    """Call the registered operator, which every mode and transform knows; it does not know of `impl`."""
+    check_options(op, values)
+    if impl == "reference":
+        return compute_reference(op, values)
+    device = _open(op, values, TORCH_UNREAD)[0].device
+    classes = [type(value).__name__ for value in values if is_dispatching(value)]
+    if impl == "cuda":
+        assert device is not None
+        _op.check_on_cuda(op, device)
+        if classes:
+            remedy = "Leave impl out: tensors of classes with __torch_dispatch__ compute the composed expression."
+            raise OperandError(message(op.name, "impl", expected="plain tensors with impl='cuda'", got=classes[0], remedy=remedy))
+    if classes:
+        return decomposed(op, values, result_dtype(op, values), None)
+    from ._traced import registered_call
+
+    return registered_call(op, values)
 
 
 @functools.cache
@@ -206,7 +172,7 @@ def find(op: Op, values: Sequence[Any], impl: str, key: tuple[Any, ...], dtype: 
     """Return the decided call of a signature; only one not seen before goes through the door."""
     found = op.calls.get(key)
     if found is None:
-        kind = _TORCH_UNREAD if impl == "reference" else TORCH
+        kind = TORCH_UNREAD if impl == "reference" else TORCH
         operands = _open(op, values, kind)
         device = operands[0].device
         assert device is not None
@@ -231,13 +197,18 @@ def eager_forward(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None 
     return result, found
 
 
+def no_gradients_with_out(op: Op) -> OperandError:
+    """Return the error of an `out` in a call that records."""
+    remedy = "Call it without out=, or under torch.no_grad()."
+    return OperandError(
+        message(op.name, "out", expected="no gradient to be asked for", got="an input or out with requires_grad", remedy=remedy)
+    )
+
+
 def _call_out(op: Op, values: Sequence[Any], out: Any, impl: str) -> Tensor:
     if needs_gradient((*values, out)):
-        remedy = "Call it without out=, or under torch.no_grad()."
-        raise OperandError(
-            message(op.name, "out", expected="no gradient to be asked for", got="an input or out with requires_grad", remedy=remedy)
-        )
-    opened = open_out(op, TORCH if isinstance(out, Tensor) and is_plain((out,)) else _TORCH_UNREAD, out)
+        raise no_gradients_with_out(op)
+    opened = open_out(op, TORCH if isinstance(out, Tensor) and is_plain((out,)) else TORCH_UNREAD, out)
     if is_watched() or not is_plain((*values, out)):
         remedy = "Call it without out=."
         raise OperandError(
@@ -260,8 +231,6 @@ def _call_out(op: Op, values: Sequence[Any], out: Any, impl: str) -> Tensor:
 
 # ---- the composed expression --------------------------------------------------------------------------------------------
 
-_COMPUTE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-
 
 def compute_reference(op: Op, values: Sequence[Any], dtype: Dtype | None = None) -> Tensor:
     """Compute the op by PyTorch operations, differentiable: 16-bit floats in float32 and rounded once, like the kernels."""
@@ -269,7 +238,7 @@ def compute_reference(op: Op, values: Sequence[Any], dtype: Dtype | None = None)
     key, _ = signature(values, ("reference", None, dtype), memory=False)
     found = find(op, values, "reference", key, dtype)
     result = TORCH_DTYPES[found.dtype.name]
-    compute = _COMPUTE.get(result, result)
+    compute = COMPUTE.get(result, result)
     cast = [value.to(compute) if isinstance(value, Tensor) else value for value in _op.fitted(op, found, values)]
     y: Tensor = op.reference(torch, *cast).to(result)
     if y.stride() != found.strides and not is_transformed():

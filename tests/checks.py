@@ -83,6 +83,11 @@ class OpUnderTest:
     distance_to_kink: Callable[..., Tensor] | None = None
     takes_bool: bool = True
 
+    @property
+    def registered(self) -> Any:
+        """The operator of `torch.ops`."""
+        return getattr(torch.ops.cupyfused, self.call.__name__).default
+
     def fused(self, target: Target, options: Options) -> Function:
         """The op on its inputs alone, on a target."""
         return lambda *values: target.run(self.call, *values, *options)

@@ -29,6 +29,7 @@ SHARED = {"common.cuh", "elementwise.cuh", "sum_partials.cuh"}
 # Files that name an op although they are not its own, and why they may.
 NAMED_BY = {
     ("cupyfused/__init__.py", "*"): "the line of each op, its names in __all__, and their types for type checkers",
+    ("cupyfused/nn/__init__.py", "fused_scale_bias_clamp"): "the line of its module",
     ("cupyfused/errors.py", "fused_scale_bias"): "the doctest of an error's wording",
     ("cupyfused/_demo.py", "fused_scale_bias_clamp"): "the demo trains with one op",
     ("cupyfused/ops/fused_scale_bias_clamp.py", "fused_scale_bias"): "without bounds it is that op",
@@ -81,6 +82,7 @@ def test_an_op_has_its_three_files(op: str) -> None:
 def test_every_file_belongs_to_an_op() -> None:
     assert {path.stem for path in (PACKAGE / "ops").glob("*.py")} - {"__init__"} == set(OPS)
     assert {path.name for path in CUDA_TEXTS} - SHARED == {f"{op}.cuh" for op in OPS}
+    assert {path.stem for path in (PACKAGE / "nn").glob("*.py")} - {"__init__"} <= set(OPS)
     assert {path.stem for path in (ROOT / "tests" / "ops").glob("test_*.py")} == {f"test_{op}" for op in OPS}
 
 
@@ -95,7 +97,7 @@ def test_an_op_is_one_line_and_its_names_in_init(op: str) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_else_knows_an_op(op: str) -> None:
-    own = {f"cupyfused/ops/{op}.py", f"cuda_src/{op}.cuh"}
+    own = {f"cupyfused/ops/{op}.py", f"cupyfused/nn/{op}.py", f"cuda_src/{op}.cuh"}
     for path in [*PACKAGE.rglob("*.py"), *CUDA_TEXTS, CUDA / "host_shim.h"]:
         name = relative(path)
         known = re.search(rf"\b({op}|{class_name(op)})\b", path.read_text(encoding="utf-8"))

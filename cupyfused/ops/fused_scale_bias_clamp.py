@@ -18,6 +18,18 @@ def _reference(namespace: Any, x: Any, scale: Any, bias: Any, min_val: Any, max_
     return v if min_val is None and max_val is None else namespace.clip(v, min_val, max_val)
 
 
+def _traced_reference(
+    namespace: Any, x: Any, scale: Any, bias: Any, min_val: Any, max_val: Any, at_bound: float, at_equal: float, at_nan: float
+) -> Any:
+    y = _reference(namespace, x, scale, bias, min_val, max_val)
+    if (min_val is None and max_val is None) or (at_bound, at_equal, at_nan) not in ((1, 1, 0), (0, 0, 0)):
+        return y
+    v = x * scale + bias
+    sides = [] if min_val is None else [v >= min_val if at_bound else v > min_val]
+    sides += [] if max_val is None else [v <= max_val if at_bound else v < max_val]
+    return namespace.where(sides[0] & sides[-1], v, y.detach())
+
+
 def _clamp_rule(as_tensors: bool) -> tuple[float, float, float]:
     """Ask the installed PyTorch what the gradient of clamp is worth at a bound, where both bounds are equal, and at NaN.
 
@@ -44,6 +56,7 @@ OP = Op(
     reads_with_options=("x", "scale", "bias"),
     backward_numbers=("at_bound", "at_equal_bounds", "at_nan"),
     rules=_clamp_rule,
+    traced_reference=_traced_reference,
     takes_bool=False,
 )
 

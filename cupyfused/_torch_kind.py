@@ -1,0 +1,76 @@
+"""The array kind torch.Tensor: its door, its allocator, its current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+
+from . import _arrays, _dlpack
+from ._arrays import Device
+from ._dtypes import Dtype
+from ._layout import Ints, Strided
+from ._plan import Described
+from ._promotion import DTYPES, TORCH_DTYPES
+
+__all__ = ["TORCH", "TORCH_UNREAD", "TorchKind"]
+
+_DEVICE_TYPES: dict[str, Any] = {"cpu": _dlpack.CPU, "cuda": _dlpack.CUDA}
+
+
+class TorchKind:
+    """torch.Tensor."""
+
+    name = "torch.Tensor"
+
+    def __init__(self, reads_memory: bool):
+        self._reads_memory = reads_memory
+
+    def refuses(self, array: Tensor) -> str | None:
+        if array.is_nested:
+            return "a nested tensor"
+        if array.layout != torch.strided:
+            return f"a tensor of layout {array.layout}"
+        if array.is_quantized:
+            return "a quantised tensor"
+        return None if array.dtype in DTYPES else str(array.dtype)
+
+    def read(self, array: Tensor) -> _dlpack.Descriptor:
+        """Read the DLPack descriptor, or what the tensor says of itself where no kernel will touch its memory."""
+        device = (_DEVICE_TYPES.get(array.device.type, array.device.type), array.device.index or 0)
+        shape, strides = tuple(array.shape), array.stride()
+        if not self._reads_memory or array.device.type not in _DEVICE_TYPES:
+            return _dlpack.Descriptor(0, shape, strides, DTYPES[array.dtype], device)
+        told = _dlpack.read(to_dlpack(array.detach()))  # detached: an export of a tensor that requires grad is refused
+        # The export rewrites the strides of dims of extent 1, in 2.6 of 0 too, on which the strides of results depend.
+        kept = tuple(own if extent < 2 else stride for own, stride, extent in zip(strides, told.strides, told.shape))
+        return told._replace(strides=kept)
+
+    def describe(self, array: Tensor) -> Described:
+        """Return what a plan knows of a tensor."""
+        told = self.read(array)
+        return Described(DTYPES[array.dtype], Strided(told.shape, told.strides), told.address % 16)
+
+    def address(self, array: Tensor) -> int:
+        return array.data_ptr()
+
+    def empty(self, shape: Ints, strides: Ints, dtype: Dtype, device: Device) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=TORCH_DTYPES[dtype.name], device=_arrays.device_name(device))
+
+    def stream(self, device: Device) -> int:
+        return _stream(device[1]) if device[0] == _dlpack.CUDA else 0
+
+
+TORCH, TORCH_UNREAD = TorchKind(reads_memory=True), TorchKind(reads_memory=False)
+
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def _stream(device: int) -> int:
+    """Return PyTorch's current stream of the calling thread: a private name where there is one, 4 us by the public one."""
+    if _raw_stream is not None:
+        return _raw_stream(device)
+    return torch.cuda.current_stream(device).cuda_stream
