@@ -141,9 +141,8 @@ class Compiled:
             "bias": lambda values, number: self.op.call(*values[:2], number, *options),
         }
         for k in range(len(options)):
-            changing[f"option {k}"] = lambda values, number, k=k: self.op.call(
-                *values, *options[:k], number + options[k], *options[k + 1 :]
-            )
+            # As it comes: arithmetic on it first makes a constant of it before torch 2.13.
+            changing[f"option {k}"] = lambda values, number, k=k: self.op.call(*values, *options[:k], number, *options[k + 1 :])
         leaves = self._leaves(generator, target, 4)
         for name, call in changing.items():
             torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""torch.compile by Inductor and CUDA graphs: results, gradients, and what a capture does with kernels that are not there yet."""
+"""Inductor, AOTInductor and CUDA graphs: results, gradients, and what a capture does with kernels that are not there yet."""
 
 from __future__ import annotations
 
@@ -60,6 +60,21 @@ def compare(model: nn.Module, compiled: Any, x: Tensor) -> None:
         results[1:] = [one.clone() for one in results[1:]]
     for one, right in zip(found, expected, strict=True):
         assert_agree(one, right, added=1e5)
+
+
+@pytest.mark.filterwarnings(*IGNORED)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_aot_inductor(tmp_path: Path, generator: torch.Generator, device: str) -> None:
+    """Compiled ahead into a package that runs without Python; decomposed, as it is by default, it needs nothing of ours."""
+    model = Model(16, device, torch.float32).eval()
+    x = draw(generator, (4, 16), torch.float32, device)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2)},))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    loaded = torch._inductor.aoti_load_package(package)
+    with torch.no_grad():
+        for rows in (4, 9):
+            x = draw(generator, (rows, 16), torch.float32, device)
+            assert_agree(loaded(x), model(x))
 
 
 @pytest.mark.filterwarnings(*IGNORED)
