@@ -18,10 +18,12 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from . import _autograd, _batching, _op, _torch
+from ._backward import launch_backward
 from ._composed import composed_gradients, decomposed
 from ._gates import in_forward_mode, is_transformed, is_wrapped
 from ._op import Op
 from ._promotion import DTYPES, autocasts, result_dtype
+from ._short_cut import prepare
 from .errors import OperandError, message
 
 __all__ = ["register"]
@@ -81,7 +83,7 @@ def _forward(op: Op, *values: Any, dtype: torch.dtype | None = None, numbers: bo
     values = op.complete(values)
     override = None if dtype is None else DTYPES[dtype]
     if _torch.runs_kernel(op, values[0], "auto"):
-        return _torch.eager_forward(op, values, "auto", override)[0]
+        return _torch.eager_forward(op, values, override)
     return _torch.compute_reference(op, values, override)
 
 
@@ -113,14 +115,16 @@ def _forward_autograd(op: Op, *values: Any, dtype: torch.dtype | None = None, nu
 
 
 def _backward(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> tuple[Tensor | None, ...]:
-    dtype = DTYPES[grad_out.dtype]
     if not _torch.runs_kernel(op, values[0], "auto"):
         with torch.no_grad(), torch._C._ForceDispatchKeyGuard(*_untouched):  # autograd is switched off below its own kernels
             found = _composed(op, grad_out, *values, mask=mask, numbers=numbers)
         return tuple(None if one is None else torch.empty_like(value).copy_(one) for one, value in zip(found, values))
-    key, _ = _torch.signature(values, ("auto", _op.cpu_impl, dtype))
-    call = _torch.find(op, values, "auto", key, dtype)
-    gradients = _autograd.eager_backward(op, call, grad_out, values, mask, not numbers)
+    plain = [value.as_subclass(Tensor) if isinstance(value, Tensor) else value for value in (grad_out, *values)]
+    prepared = prepare(op, plain[1:], "auto", DTYPES[grad_out.dtype])
+    assert prepared is not None
+    places = tuple(k for k, value in enumerate(values) if value is not None)
+    saved = [plain[1 + k] for k in places]
+    gradients = launch_backward(op, prepared[0].call, plain[0], prepared[1], places, saved, tuple(mask), not numbers)
     return tuple(one if one is None else one.to(value.device) for one, value in zip(gradients, values))
 
 

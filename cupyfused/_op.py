@@ -83,7 +83,8 @@ class Op:
     autocast: Literal["none", "promote", "float32"] = "none"
     takes_bool: bool = True
     text: str | None = None  # the functor; None: cuda_src/<name>.cuh
-    calls: dict[Any, Call] = field(default_factory=dict, repr=False)
+    calls: dict[Any, Call] = field(default_factory=dict, repr=False)  # by signature
+    ready: dict[Any, Any] = field(default_factory=dict, repr=False)  # the same for PyTorch, see `_short_cut`
     known_rules: dict[bool, tuple[float, ...]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -114,23 +115,30 @@ class Op:
                 self.known_rules[as_tensors] = thread.submit(self.rules, as_tensors).result()
         return self.known_rules[as_tensors]
 
-    def remember(self, key: Any, call: Call) -> Call:
-        """Keep a call for its signature."""
-        if len(self.calls) >= _MAX_CALLS:
-            self.calls.clear()
-        self.calls[key] = call
-        return call
+    def remember(self, known: dict[Any, Any], key: Any, decided: Any) -> None:
+        """Keep what was decided for a signature."""
+        if len(known) >= _MAX_CALLS:
+            known.clear()
+        known[key] = decided
 
-    def __call__(self, *values: Any, out: Any = None, impl: str = "auto") -> Any:
-        """Compute the op for any kind of array; the entry of every public function."""
+    def check_impl(self, impl: str) -> None:
+        """Refuse an `impl` that does not exist."""
         if impl not in IMPLS:
             expected = f"one of {', '.join(IMPLS[:3])}"
             raise OperandError(
                 message(self.name, "impl", expected=expected, got=repr(impl), remedy="Leave it out for the default.")
             )
-        call = _torch_call(values[0])
-        if call is not None:
-            return call(self, values, out, impl)
+
+    def __call__(self, *values: Any, out: Any = None, impl: str = "auto") -> Any:
+        """Compute the op for any kind of array; the entry of every public function."""
+        if torch_call is not None and isinstance(values[0], tensor_class):  # first, since it is counted in microseconds
+            return torch_call(self, values, out, impl)
+        self.check_impl(impl)
+        if _is_tensor(values[0]):
+            from . import _library  # noqa: F401  # the first tensor registers the ops, and sets torch_call
+
+            assert torch_call is not None
+            return torch_call(self, values, out, impl)
         x = values[0]
         if _arrays.kind_of(x) is None and hasattr(x, "__dlpack_device__"):
             borrowed = [_arrays.borrow(self, name, value) for name, value in zip((*self.inputs, *self.options), values)]
@@ -146,16 +154,10 @@ class Op:
         return call_arrays(self, kind, values, out, impl)
 
 
-def _torch_call(x: Any) -> Callable[..., Any] | None:
-    """Return the entry for PyTorch tensors if `x` is one; PyTorch is never imported for anything else."""
-    if torch_call is not None:  # and Dynamo need not look at sys.modules
-        return torch_call if isinstance(x, tensor_class) else None
+def _is_tensor(x: Any) -> bool:
+    """Whether `x` is a tensor of PyTorch, which is never imported for anything else."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(x, torch.Tensor):
-        return None
-    from . import _library  # noqa: F401  # the first tensor registers the ops, and sets torch_call
-
-    return torch_call
+    return torch is not None and isinstance(x, torch.Tensor)
 
 
 @dataclass
@@ -170,7 +172,6 @@ class Call:
     launch: Launch | None
     operands: tuple[Operand, ...]  # as they were described the first time; their values and addresses are not to be used
     items: Ints  # operands whose value is read on the host: 0-dim CPU tensors beside CUDA arrays
-    saving: dict[Any, Ints] = field(default_factory=dict)  # which arguments backward needs, by the gradients asked for
     elsewhere: dict[Any, Call] = field(default_factory=dict)  # the same for saved tensors that hooks gave back with other strides
     backward: dict[Any, Any] = field(default_factory=dict)  # plans, by the gradients asked for and how the incoming one lies
 

@@ -13,8 +13,7 @@ Loaded when the first tensor comes; importing cupyfused does not import torch.
 
 from __future__ import annotations
 
-import functools
-import importlib
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +22,13 @@ from torch import Tensor
 
 from . import _arrays, _op
 from ._composed import COMPUTE, decomposed
-from ._dtypes import BY_NAME, Dtype
+from ._dtypes import Dtype
 from ._gates import is_dispatching, is_plain, is_profiling, is_transformed, is_watched, needs_gradient
 from ._op import Call
 from ._out import open_out
 from ._promotion import DTYPES, TORCH_DTYPES, autocasts, result_dtype
-from ._torch_kind import TORCH, TORCH_UNREAD, TorchKind
+from ._short_cut import Ready, open_values, prepare
+from ._torch_kind import TORCH, TORCH_UNREAD
 from .errors import CudaError, OperandError, message
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "call",
+    "check_options",
     "compute_reference",
     "eager_forward",
-    "find",
-    "is_plain",
     "no_gradients_with_out",
     "normalised",
+    "reference_call",
+    "reference_result",
     "runs_kernel",
-    "signature",
 ]
 
 # ---- the routes -------------------------------------------------------------------------------------------------------
@@ -56,32 +56,57 @@ def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor
 
         return compiled_call(op, values, out, impl)
     try:
+        if out is None and op.autocast == "none" and not is_watched() and not is_profiling():
+            y = _plain_call(op, values, impl)
+            if y is not None:
+                return y
         return _route(op, values, out, impl)
     except (RuntimeError, NotImplementedError):
-        _open(op, values, TORCH_UNREAD)  # what PyTorch refuses, a tensor without strides say, has an error of ours that names it
+        open_values(op, values, TORCH_UNREAD)  # what PyTorch refuses, a sparse tensor say, has an error of ours that names it
         raise
 
 
+def _plain_call(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None = None) -> Tensor | None:
+    """Compute a call of plain tensors and numbers that nothing watches; None if it is another."""
+    try:
+        prepared = prepare(op, values, impl, dtype)
+    except RuntimeError:  # a tensor without memory, or without strides
+        return None
+    if prepared is None:
+        return None
+    ready, slots, requires_grad = prepared
+    if ready.call.backend is None:
+        if requires_grad:
+            check_options(op, values)
+        return reference_result(ready, values)
+    if requires_grad and torch.is_grad_enabled():
+        return ready.apply(*values, ready, slots)  # type: ignore[no-any-return]
+    return ready.launched(values, slots)
+
+
+def reference_result(ready: Ready, values: Sequence[Any]) -> Tensor:
+    """Compute the composed expression, as it stands where that is the same."""
+    if ready.is_composed:
+        try:
+            return ready.op.reference(torch, *values)  # type: ignore[no-any-return]
+        except (RuntimeError, OverflowError):  # a number that the dtype does not hold; or an error that comes again
+            pass
+    return compute_reference(ready.op, values, ready.call.dtype)
+
+
 def _route(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor:
+    """Compute a call that is not as plain as can be."""
+    op.check_impl(impl)
     if out is not None:
         return _call_out(op, values, out, impl)
     values = normalised(values)
-    if is_watched() or not is_plain(values):
-        return _watched_call(op, values, impl)
-    if is_profiling():
-        with torch.profiler.record_function(op.name):
-            return _plain_call(op, values, impl)
-    return _plain_call(op, values, impl)
-
-
-def _plain_call(op: Op, values: Sequence[Any], impl: str) -> Tensor:
-    dtype = DTYPES[result_dtype(op, values)] if autocasts(op, values[0].device.type) else None
-    if not runs_kernel(op, values[0], impl):
-        check_options(op, values)
-        return compute_reference(op, values, dtype)
-    if needs_gradient(values):
-        return _function(op).apply(*values, impl, dtype)  # type: ignore[no-any-return]
-    return eager_forward(op, values, impl, dtype)[0]
+    if not is_watched():
+        dtype = DTYPES[result_dtype(op, values)] if autocasts(op, values[0].device.type) else None
+        with torch.profiler.record_function(op.name) if is_profiling() else contextlib.nullcontext():
+            y = _plain_call(op, values, impl, dtype)
+        if y is not None:
+            return y
+    return _watched_call(op, values, impl)
 
 
 def _watched_call(op: Op, values: Sequence[Any], impl: str) -> Tensor:
@@ -89,7 +114,7 @@ def _watched_call(op: Op, values: Sequence[Any], impl: str) -> Tensor:
     check_options(op, values)
     if impl == "reference":
         return compute_reference(op, values)
-    device = _open(op, values, TORCH_UNREAD)[0].device
+    device = open_values(op, values, TORCH_UNREAD)[0].device
     classes = [type(value).__name__ for value in values if is_dispatching(value)]
     if impl == "cuda":
         assert device is not None
@@ -102,11 +127,6 @@ def _watched_call(op: Op, values: Sequence[Any], impl: str) -> Tensor:
     from ._traced import registered_call
 
     return registered_call(op, values)
-
-
-@functools.cache
-def _function(op: Op) -> Any:
-    return importlib.import_module("cupyfused._autograd").function(op)
 
 
 def runs_kernel(op: Op, x: Tensor, impl: str) -> bool:
@@ -135,10 +155,6 @@ def check_options(op: Op, values: Sequence[Any]) -> None:
 # ---- forward ------------------------------------------------------------------------------------------------------------
 
 
-def _open(op: Op, values: Sequence[Any], kind: TorchKind = TORCH) -> tuple[_arrays.Operand, ...]:
-    return _op.open_operands(op, kind, values, DTYPES.get(torch.get_default_dtype(), BY_NAME["float32"]))
-
-
 def normalised(values: Sequence[Any]) -> Sequence[Any]:
     """Return the values with NumPy scalars as numbers, which is what they count as beside a tensor."""
     for value in values:
@@ -150,51 +166,12 @@ def normalised(values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
-def signature(values: Sequence[Any], head: tuple[Any, ...], memory: bool = True) -> tuple[tuple[Any, ...], list[Any]]:
-    """Return a call's key and, for each operand, its address or number."""
-    key: list[Any] = [head, torch.get_default_dtype()]
-    slots: list[Any] = []
-    for value in values:
-        if value is None:
-            key.append(None)
-            slots.append(0)
-        elif isinstance(value, Tensor):
-            address = value.data_ptr() if memory else 0
-            key += (value.dtype, value.shape, value.stride(), value.get_device() if memory else value.device, address & 15)
-            slots.append(address)
-        else:
-            key.append(type(value))
-            slots.append(value)
-    return tuple(key), slots
-
-
-def find(op: Op, values: Sequence[Any], impl: str, key: tuple[Any, ...], dtype: Dtype | None = None) -> Call:
-    """Return the decided call of a signature; only one not seen before goes through the door."""
-    found = op.calls.get(key)
-    if found is None:
-        kind = TORCH_UNREAD if impl == "reference" else TORCH
-        operands = _open(op, values, kind)
-        device = operands[0].device
-        assert device is not None
-        backend = _op.choose_backend(op, impl, device)
-        found = op.remember(key, _op.decide(op, operands, None, backend, dtype))
-    return found
-
-
-def eager_forward(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None = None) -> tuple[Tensor, Call]:
-    """Launch the forward kernel on plain tensors and numbers; `dtype` overrides the promoted one."""
-    key, slots = signature(values, (impl, _op.cpu_impl, dtype))
-    found = find(op, values, impl, key, dtype)
-    x = values[0]
-    if found.shape == x.shape and found.strides == x.stride() and DTYPES[x.dtype] is found.dtype:
-        result = torch.empty_like(x)
-    else:
-        result = torch.empty_strided(found.shape, found.strides, dtype=TORCH_DTYPES[found.dtype.name], device=x.device)
-    if found.launch is not None:
-        for k in found.items:
-            slots[k] = values[k].item()
-        _op.run(op, found, TORCH.stream(found.device), result.data_ptr(), slots)
-    return result, found
+def eager_forward(op: Op, values: Sequence[Any], dtype: Dtype | None) -> Tensor:
+    """Launch the forward kernel for the registered operator; `dtype` overrides the promoted one."""
+    plain = [value.as_subclass(Tensor) if isinstance(value, Tensor) else value for value in values]
+    prepared = prepare(op, plain, "auto", dtype)
+    assert prepared is not None
+    return prepared[0].launched(plain, prepared[1])
 
 
 def no_gradients_with_out(op: Op) -> OperandError:
@@ -215,7 +192,7 @@ def _call_out(op: Op, values: Sequence[Any], out: Any, impl: str) -> Tensor:
             message(op.name, "out", expected="a plain eager call", got="a traced, transformed or subclassed one", remedy=remedy)
         )
     values = normalised(values)
-    operands = _open(op, values)
+    operands = open_values(op, values, TORCH)
     device = operands[0].device
     assert device is not None
     backend = _op.choose_backend(op, impl, device) if runs_kernel(op, values[0], impl) else None
@@ -235,8 +212,7 @@ def _call_out(op: Op, values: Sequence[Any], out: Any, impl: str) -> Tensor:
 def compute_reference(op: Op, values: Sequence[Any], dtype: Dtype | None = None) -> Tensor:
     """Compute the op by PyTorch operations, differentiable: 16-bit floats in float32 and rounded once, like the kernels."""
     values = normalised(values)
-    key, _ = signature(values, ("reference", None, dtype), memory=False)
-    found = find(op, values, "reference", key, dtype)
+    found = reference_call(op, values, dtype)
     result = TORCH_DTYPES[found.dtype.name]
     compute = COMPUTE.get(result, result)
     cast = [value.to(compute) if isinstance(value, Tensor) else value for value in _op.fitted(op, found, values)]
@@ -245,3 +221,15 @@ def compute_reference(op: Op, values: Sequence[Any], dtype: Dtype | None = None)
         # A 16-bit operand with gaps was made dense by the cast, which can change what the composed expression would return.
         y = torch.empty_strided(found.shape, found.strides, dtype=result, device=y.device).copy_(y)
     return y
+
+
+def reference_call(op: Op, values: Sequence[Any], dtype: Dtype | None) -> Call:
+    """Decide a call for tensors of any kind, whose memory is not looked at."""
+    key: list[Any] = ["reference", dtype, torch.get_default_dtype()]
+    for value in values:
+        key += (value.dtype, value.shape, value.stride(), value.device) if isinstance(value, Tensor) else (type(value),)
+    found = op.calls.get(tuple(key))
+    if found is None:
+        found = _op.decide(op, open_values(op, values, TORCH_UNREAD), None, None, dtype)
+        op.remember(op.calls, tuple(key), found)
+    return found

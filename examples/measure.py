@@ -3,7 +3,8 @@
     python examples/measure.py
 
 Prints three tables: the share of a copy kernel's rate that each layout reaches, forward and forward + backward with all three
-gradients; the host's time for a call on 1,024 floats beside composed PyTorch; and the first call of a fresh process, with an
+gradients; the host's time for a call on 1,024 floats beside composed PyTorch, compiled PyTorch and a Function that computes
+nothing; and the first call of a fresh process, with an
 empty and with a filled kernel cache. Values are compared with float64 before anything is timed.
 """
 
@@ -53,7 +54,7 @@ def gpu_milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
     for _ in range(3):
         torch.cuda.synchronize()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(4_000_000 + 600_000 * repeats)
+        torch.cuda._sleep(4_000_000 + 3_000_000 * repeats)  # 1.5 ms of enqueuing a call
         begin.record()
         for _ in range(repeats):
             call()
@@ -118,27 +119,53 @@ def host_microseconds(call: Callable[[], object], repeats: int = 2000) -> float:
     return best
 
 
+class Identity(torch.autograd.Function):
+    """What a Function with the same inputs and gradients costs that computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale, bias)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_like(one) for one in ctx.saved_tensors)
+
+
+def composed(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The expression by PyTorch operations."""
+    return torch.clamp(x * scale + bias, *BOUNDS)
+
+
+def fused(x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The same by this package."""
+    return fused_scale_bias_clamp(x, scale, bias, *BOUNDS)
+
+
 def host_table() -> None:
     """Print what a call costs the host."""
-    x, bias = torch.randn(1024, device="cuda"), torch.randn(1024, device="cuda")
-    scale = torch.randn((), device="cuda")
-    with torch.no_grad():
-        print(f"  torch.add                        {host_microseconds(lambda: torch.add(x, bias)):9.1f}")
-        print(f"  composed, no gradient            {host_microseconds(lambda: torch.clamp(x * scale + bias, *BOUNDS)):9.1f}")
-        print(
-            f"  cupyfused, no gradient           {host_microseconds(lambda: fused_scale_bias_clamp(x, scale, bias, *BOUNDS)):9.1f}"
-        )
-    leaves = [one.requires_grad_() for one in (x, scale, bias)]
+    operands = [torch.randn(shape, device="cuda") for shape in ((1024,), (), (1024,))]
+    leaves = [one.clone().requires_grad_() for one in operands]
     grad_out = torch.randn(1024, device="cuda")
+    print(f"  {'':24s} no gradient    recorded    forward + backward")
+    print(f"  {'torch.add':24s}{host_microseconds(lambda: torch.add(operands[0], operands[2])):12.1f}")
+    calls = {
+        "identity Function": Identity.apply,
+        "composed": composed,
+        "composed, compiled": torch.compile(composed),
+        "cupyfused": fused,
+    }
+    for name, call in calls.items():
 
-    def composed() -> object:
-        return torch.autograd.grad(torch.clamp(x * scale + bias, *BOUNDS), leaves, grad_out)
+        def both(call: Callable[..., Any] = call) -> object:
+            return torch.autograd.grad(call(*leaves), leaves, grad_out)
 
-    def fused() -> object:
-        return torch.autograd.grad(fused_scale_bias_clamp(x, scale, bias, *BOUNDS), leaves, grad_out)
-
-    print(f"  composed, forward + backward     {host_microseconds(composed, 500):9.1f}")
-    print(f"  cupyfused, forward + backward    {host_microseconds(fused, 500):9.1f}")
+        times = [
+            host_microseconds(lambda call=call: call(*operands)),  # type: ignore[misc]
+            host_microseconds(lambda call=call: call(*leaves), 500),  # type: ignore[misc]
+            host_microseconds(both, 500),
+        ]
+        print(f"  {name:24s}" + "".join(f"{time:12.1f}" for time in times))
 
 
 FIRST_CALL = """

@@ -163,6 +163,23 @@ def test_an_integer_tensor_cannot_ask_for_a_gradient(target: Target) -> None:
     assert gradient.item() == 15
 
 
+def test_apply_under_functorch_is_loud(generator: torch.Generator) -> None:
+    """The Function of plain calls has no rules for transforms; the public function has."""
+    x, scale, bias = arguments(generator, HOST)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: cupyfused.FusedScaleBias.apply(x, scale, bias).sum())(x)
+
+
+def test_double_backward_of_a_compiled_function_is_refused(generator: torch.Generator) -> None:
+    """By PyTorch itself, for its own operations as for ours; never a wrong number."""
+    torch.compiler.reset()
+    leaves = [value.requires_grad_() for value in arguments(generator, HOST)]
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    (first,) = torch.autograd.grad(compiled(*leaves).square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        first.sum().backward()
+
+
 # ---- modes ------------------------------------------------------------------------------------------------------------------
 
 

@@ -50,3 +50,14 @@ def test_environment_variables_are_those_of_the_code() -> None:
     texts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cupyfused").glob("*.py"))
     used = set(re.findall(r"CUPYFUSED_\w+", texts)) - {"CUPYFUSED_HOST_FLAGS"}  # for tests only
     assert named == used
+
+
+def test_every_row_of_what_works_with_what_is_held_by_tests() -> None:
+    """Each name in docs/pytorch.md is that of a test; a row without one says why not."""
+    rows = [row for row in (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8").splitlines() if row.startswith("| ")]
+    texts = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    known = set(re.findall(r"def (test_\w+)", texts))
+    named = [(row, re.findall(r"`(test_\w+)`", row.split("|")[-2])) for row in rows if not row.startswith("| with |")]
+    assert len(named) > 30
+    assert {name for _, names in named for name in names} <= known
+    assert [row.split("|")[1].strip() for row, names in named if not names] == ["free-threaded Python"]

@@ -1,0 +1,139 @@
+"""The backward kernel of a plain call: its plan, kept by how the incoming gradient lies, and its launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import _layout
+from ._arrays import Operand
+from ._dtypes import Dtype, fit_number
+from ._layout import Ints, Strided
+from ._op import Call
+from ._plan import Described, storage
+from ._promotion import TORCH_DTYPES
+from ._sum_plan import SumPlan, sum_plan
+from ._torch_kind import TORCH
+
+if TYPE_CHECKING:
+    from ._op import Op
+
+__all__ = ["describe_gradient", "launch_backward"]
+
+Gradients = list[Tensor | None]
+
+
+class _Planned:
+    """A backward call, decided, with what PyTorch needs to allocate for it."""
+
+    def __init__(self, plan: SumPlan | None, targets: Sequence[Described | None], numbers: Sequence[float]):
+        self.plan, self.numbers = plan, numbers
+        self.targets = [None if one is None else _allocation(one) for one in targets]
+        self.workspace = plan.workspace if plan is not None else 0
+        self.workspace_dtype = TORCH_DTYPES[plan.workspace_dtype.name] if plan is not None else None
+
+
+def _allocation(one: Described) -> tuple[Ints, Ints, torch.dtype]:
+    assert one.dtype is not None and one.array is not None
+    return one.array.shape, one.array.strides, TORCH_DTYPES[one.dtype.name]
+
+
+def describe_gradient(one: Operand) -> Described:
+    """A gradient lies as its input does, where that is dense, so that its memory format is kept."""
+    array = one.described.array or Strided((), ())  # a 0-dim CPU tensor beside CUDA arrays
+    return Described(one.described.dtype, Strided(array.shape, _layout.like_strides(array)))
+
+
+def launch_backward(
+    op: Op,
+    call: Call,
+    grad_out: Tensor,
+    slots: Sequence[Any],
+    places: Ints,
+    saved: Sequence[Tensor],
+    wanted: Sequence[bool],
+    as_tensors: bool,
+) -> Gradients:
+    """Launch the backward kernel.
+
+    `slots` are the arguments of forward as addresses and numbers; `saved` are those at `places`, which may lie elsewhere by now.
+    `as_tensors` says how the options were given.
+    """
+    slots, call = _located(call, slots, places, saved)
+    address = grad_out.data_ptr()
+    key = (grad_out.stride(), address & 15, wanted, places, as_tensors)
+    planned = call.backward.get(key)
+    if planned is None:
+        planned = call.backward[key] = _plan(op, call, grad_out, places, wanted, as_tensors)
+    gradients: Gradients = [
+        None if one is None else grad_out.new_empty_strided(one[0], one[1], dtype=one[2]) for one in planned.targets
+    ]
+    plan = planned.plan
+    if plan is None:
+        return [None if one is None else one.zero_() for one in gradients]
+    workspace = grad_out.new_empty(planned.workspace, dtype=planned.workspace_dtype) if planned.workspace else None
+    inputs = len(op.inputs)
+    operands, scalars = [address, *slots[:inputs]], [*slots[inputs:], *planned.numbers]
+    pointers = [0 if one is None else one.data_ptr() for one in gradients]
+    stream, scratch = TORCH.stream(call.device), 0 if workspace is None else workspace.data_ptr()
+    try:
+        plan.run(stream, operands, scalars, pointers, scratch)
+    except (struct.error, OverflowError):
+        plan.run(stream, _fit(operands, call.dtype), _fit(scalars, call.dtype), pointers, scratch)
+    return gradients
+
+
+def _located(call: Call, slots: Sequence[Any], places: Ints, saved: Sequence[Tensor]) -> tuple[list[Any], Call]:
+    """Return where the saved tensors lie, and the call for that.
+
+    Hooks that keep them elsewhere, on the CPU say, may have given back others: with another address, or other strides.
+    """
+    slots, lies = list(slots), True
+    for k, tensor in zip(places, saved):
+        described = call.operands[k].described
+        if described.array is None:
+            slots[k] = tensor.item()
+            continue
+        slots[k] = address = tensor.data_ptr()
+        if address & 15 != described.alignment or tensor.stride() != described.array.strides:
+            lies = False
+    return slots, call if lies else _described_anew(call, places, saved)
+
+
+def _described_anew(call: Call, places: Ints, saved: Sequence[Tensor]) -> Call:
+    key = (places, tuple((tensor.stride(), tensor.data_ptr() & 15) for tensor in saved))
+    found = call.elsewhere.get(key)
+    if found is None:
+        operands = list(call.operands)
+        for k, tensor in zip(places, saved):
+            if operands[k].described.array is not None:
+                operands[k] = operands[k]._replace(described=TORCH.describe(tensor))
+        found = call.elsewhere[key] = dataclasses.replace(call, operands=tuple(operands), backward={}, elsewhere={})
+    return found
+
+
+def _fit(slots: Sequence[int | float], dtype: Dtype) -> list[int | float]:
+    return [fit_number(slot, dtype) if isinstance(slot, float) else slot for slot in slots]
+
+
+def _plan(op: Op, call: Call, grad_out: Tensor, places: Ints, wanted: Sequence[bool], as_tensors: bool) -> _Planned:
+    inputs = call.operands[: len(op.inputs)]
+    targets = [describe_gradient(one) if asked else None for one, asked in zip(inputs, wanted)]
+    numbers = op.rule(as_tensors)
+    if 0 in call.shape:
+        return _Planned(None, targets, numbers)
+    # A tensor that was not saved is read by no wanted gradient.
+    read = [
+        Described() if one.typed is not None and one.described.array is not None and k not in places else one.described
+        for k, one in enumerate(call.operands)
+    ]
+    operands = [TORCH.describe(grad_out), *read[: len(inputs)]]
+    scalars = read[len(inputs) :] + [Described(call.dtype)] * len(op.backward_numbers)
+    stored = storage([one.described for one in inputs], call.dtype)
+    assert call.backend is not None
+    return _Planned(sum_plan(op, call.shape, operands, scalars, targets, stored, call.backend), targets, numbers)
