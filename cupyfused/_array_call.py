@@ -34,7 +34,7 @@ def call_arrays(op: Op, kind: Kind, values: Sequence[Any], out: Any, impl: str) 
     if call is None:
         call = decide(op, operands, opened, backend)
         if key:
-            op.remember(op.calls, key, call)
+            op.remember(key, call)
     result = out if out is not None else kind.empty(call.shape, call.strides, call.dtype, device)
     if backend is None:
         namespace = np if kind is _arrays.NUMPY else _kernel.import_cupy()

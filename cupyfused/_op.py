@@ -83,8 +83,7 @@ class Op:
     autocast: Literal["none", "promote", "float32"] = "none"
     takes_bool: bool = True
     text: str | None = None  # the functor; None: cuda_src/<name>.cuh
-    calls: dict[Any, Call] = field(default_factory=dict, repr=False)  # by signature
-    ready: dict[Any, Any] = field(default_factory=dict, repr=False)  # the same for PyTorch, see `_short_cut`
+    calls: dict[Any, Any] = field(default_factory=dict, repr=False)  # by signature: a Call, or for PyTorch what `_short_cut` keeps
     known_rules: dict[bool, tuple[float, ...]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -115,25 +114,21 @@ class Op:
                 self.known_rules[as_tensors] = thread.submit(self.rules, as_tensors).result()
         return self.known_rules[as_tensors]
 
-    def remember(self, known: dict[Any, Any], key: Any, decided: Any) -> None:
+    def remember(self, key: Any, decided: Any) -> None:
         """Keep what was decided for a signature."""
-        if len(known) >= _MAX_CALLS:
-            known.clear()
-        known[key] = decided
+        if len(self.calls) >= _MAX_CALLS:
+            self.calls.clear()
+        self.calls[key] = decided
 
-    def check_impl(self, impl: str) -> None:
-        """Refuse an `impl` that does not exist."""
+    def __call__(self, *values: Any, out: Any = None, impl: str = "auto") -> Any:
+        """Compute the op for any kind of array; the entry of every public function."""
         if impl not in IMPLS:
             expected = f"one of {', '.join(IMPLS[:3])}"
             raise OperandError(
                 message(self.name, "impl", expected=expected, got=repr(impl), remedy="Leave it out for the default.")
             )
-
-    def __call__(self, *values: Any, out: Any = None, impl: str = "auto") -> Any:
-        """Compute the op for any kind of array; the entry of every public function."""
-        if torch_call is not None and isinstance(values[0], tensor_class):  # first, since it is counted in microseconds
+        if torch_call is not None and isinstance(values[0], tensor_class):
             return torch_call(self, values, out, impl)
-        self.check_impl(impl)
         if _is_tensor(values[0]):
             from . import _library  # noqa: F401  # the first tensor registers the ops, and sets torch_call
 

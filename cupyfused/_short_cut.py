@@ -104,12 +104,12 @@ def prepare(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None = None
         else:
             return None
     signature = tuple(key)
-    ready = op.ready.get(signature)
+    ready = op.calls.get(signature)
     if ready is None or (ready.default_dtype is not None and ready.default_dtype is not torch.get_default_dtype()):
         if values[0].device.type not in ("cpu", "cuda"):
             return None
         ready = _decide(op, values, impl, dtype)
-        op.remember(op.ready, signature, ready)
+        op.remember(signature, ready)
     return ready, slots, requires_grad
 
 

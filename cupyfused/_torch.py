@@ -96,7 +96,6 @@ def reference_result(ready: Ready, values: Sequence[Any]) -> Tensor:
 
 def _route(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor:
     """Compute a call that is not as plain as can be."""
-    op.check_impl(impl)
     if out is not None:
         return _call_out(op, values, out, impl)
     values = normalised(values)
@@ -231,5 +230,5 @@ def reference_call(op: Op, values: Sequence[Any], dtype: Dtype | None) -> Call:
     found = op.calls.get(tuple(key))
     if found is None:
         found = _op.decide(op, open_values(op, values, TORCH_UNREAD), None, None, dtype)
-        op.remember(op.calls, tuple(key), found)
+        op.remember(tuple(key), found)
     return found

@@ -4,8 +4,8 @@
 
 Prints three tables: the share of a copy kernel's rate that each layout reaches, forward and forward + backward with all three
 gradients; the host's time for a call on 1,024 floats beside composed PyTorch, compiled PyTorch and a Function that computes
-nothing; and the first call of a fresh process, with an
-empty and with a filled kernel cache. Values are compared with float64 before anything is timed.
+nothing; and the first call of a fresh process, with an empty and with a filled kernel cache. Values are compared with float64
+before anything is timed.
 """
 
 from __future__ import annotations

