@@ -47,15 +47,14 @@ def plain_apply(op: Op) -> Any:
 
 
 def _forward(op: Op, ctx: Any, *args: Any) -> Tensor:
-    inputs, arguments = len(op.inputs), len(op.inputs) + len(op.options)
-    needs = ctx.needs_input_grad
-    if True in needs[inputs:arguments]:
-        check_options(op, args[:arguments])
+    arguments = len(op.inputs) + len(op.options)
     values, (ready, slots) = (args, _prepared(op, args)) if len(args) == arguments else (args[:arguments], args[arguments:])
-    result = reference_result(ready, values) if ready.call.backend is None else ready.launched(values, slots)
+    needs = ctx.needs_input_grad
     places = ready.saving.get(needs)
     if places is None:
+        check_options(op, values, records=True in needs)
         places = ready.saving[needs] = _places_to_save(op, values, needs)
+    result = reference_result(ready, values) if ready.call.backend is None else ready.launched(values, slots)
     ctx.save_for_backward(*[values[k] for k in places])
     ctx.ready, ctx.slots, ctx.places = ready, slots, places
     ctx.set_materialize_grads(False)

@@ -105,19 +105,22 @@ def cuda_launcher(variant: _kernel.Variant, device: int) -> Launcher:
     name = variant.kernel_name
     with cupy.cuda.Device(device):
         raw = _kernel.load(variant, device)
-    enqueue = _enqueue(cupy, raw)
-    debug = os.environ.get("CUPYFUSED_DEBUG") == "1"
+    block, debug = _kernel.BLOCK, os.environ.get("CUPYFUSED_DEBUG") == "1"
+    driver_launch = _driver_launch()
+    handle = getattr(getattr(raw, "kernel", None), "ptr", None)
 
     def launch(grid: tuple[int, int], buffer: Buffer, stream: int) -> None:
-        seen = _thread.devices
-        current = get_device()
+        current, seen = get_device(), _thread.devices
         # A thread of autograd has no CUDA context until a device is set in it, whatever getDevice says.
         switch = current != device or device not in seen
         if switch:
             set_device(device)
             seen.add(device)
         try:
-            enqueue(grid, buffer, stream)
+            if driver_launch is not None and handle is not None:
+                driver_launch(handle, grid[0], grid[1], 1, block, 1, 1, 0, stream, 0, buffer.table)
+            else:
+                _launch_by_raw_kernel(cupy, raw, grid, buffer, stream)
             if debug:
                 cupy.cuda.runtime.streamSynchronize(stream)
         except Exception as error:
@@ -132,21 +135,9 @@ def cuda_launcher(variant: _kernel.Variant, device: int) -> Launcher:
     return launch
 
 
-def _enqueue(cupy: Any, raw: Any) -> Callable[[tuple[int, int], Buffer, int], None]:
-    driver_launch = _driver_launch()
-    handle = getattr(getattr(raw, "kernel", None), "ptr", None)
-    if driver_launch is not None and handle is not None:
-
-        def packed(grid: tuple[int, int], buffer: Buffer, stream: int) -> None:
-            driver_launch(handle, grid[0], grid[1], 1, _kernel.BLOCK, 1, 1, 0, stream, 0, buffer.table)
-
-        return packed
+def _launch_by_raw_kernel(cupy: Any, raw: Any, grid: tuple[int, int], buffer: Buffer, stream: int) -> None:
     numpy = importlib.import_module("numpy")
-
-    def public(grid: tuple[int, int], buffer: Buffer, stream: int) -> None:
-        with cupy.cuda.ExternalStream(stream):
-            # An array of one element goes by value; its dtype is the whole struct.
-            struct_by_value = numpy.frombuffer(bytes(buffer.bytes), dtype=numpy.dtype((numpy.void, len(buffer.bytes))))
-            raw(grid, (_kernel.BLOCK,), (struct_by_value,))
-
-    return public
+    with cupy.cuda.ExternalStream(stream):
+        # An array of one element goes by value; its dtype is the whole struct.
+        struct_by_value = numpy.frombuffer(bytes(buffer.bytes), dtype=numpy.dtype((numpy.void, len(buffer.bytes))))
+        raw(grid, (_kernel.BLOCK,), (struct_by_value,))

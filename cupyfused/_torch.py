@@ -141,10 +141,10 @@ def runs_kernel(op: Op, x: Tensor, impl: str) -> bool:
     return True
 
 
-def check_options(op: Op, values: Sequence[Any]) -> None:
-    """Refuse an option that asks for a gradient: it would get none."""
+def check_options(op: Op, values: Sequence[Any], records: bool | None = None) -> None:
+    """Refuse an option that asks for a gradient: it would get none. `records`: whether the call is recorded, if it is known."""
     for name, value in zip(op.options, values[len(op.inputs) :]):
-        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        if isinstance(value, Tensor) and value.requires_grad and (torch.is_grad_enabled() if records is None else records):
             remedy = f"Pass {name}.detach(); gradients are taken of {', '.join(op.inputs)} only."
             raise OperandError(
                 message(op.name, name, expected="a bound without gradient", got="one with requires_grad", remedy=remedy)

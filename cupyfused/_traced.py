@@ -26,7 +26,8 @@ __all__ = ["compiled_call", "registered_call"]
 def compiled_call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor:
     """Call an op in a graph that is compiled or exported: as one operator, or as PyTorch operations."""
     check_options(op, values)
-    tensors, dtype, numbers = _operands(op, values)
+    # On the device of x: a CUDA graph keeps its tensors in a pool of its own, and PyTorch clamps by tensors of one device only.
+    tensors, dtype, numbers = _operands(op, values, values[0].device)
     if impl == "reference" or (impl == "auto" and _settings.compile_mode == "decompose"):
         y = decomposed(op, tensors, dtype, _rule(op.name) if numbers and op.traced_reference is not None else None)
     else:
@@ -45,8 +46,8 @@ def _write(op: Op, y: Tensor, out: Tensor) -> Tensor:
 
 
 def registered_call(op: Op, values: Sequence[Any]) -> Tensor:
-    """Call the registered operator, outside of compiled graphs."""
-    tensors, dtype, numbers = _operands(op, values)
+    """Call the registered operator, outside of compiled graphs: a number that stands on the CPU goes by value."""
+    tensors, dtype, numbers = _operands(op, values, torch.device("cpu"))
     return getattr(torch.ops.cupyfused, op.name).default(*tensors, dtype=dtype, numbers=numbers)  # type: ignore[no-any-return]
 
 
@@ -56,17 +57,19 @@ def _rule(name: str) -> tuple[float, ...]:
     return op.rule(False)
 
 
-def _operands(op: Op, values: Sequence[Any]) -> tuple[list[Tensor | None], torch.dtype, bool]:
+def _operands(op: Op, values: Sequence[Any], device: torch.device) -> tuple[list[Tensor | None], torch.dtype, bool]:
     """Return the operands as tensors, the dtype of the result, and whether options came as numbers.
 
     A number becomes a 0-dim tensor, so that a new number is not a new graph.
     """
     values = [value if value is None or isinstance(value, (Tensor, int, float)) else _arrays.as_number(value) for value in values]
     numbers = not _op.are_tensors(values[len(op.inputs) :])
-    tensors = [value if value is None or isinstance(value, Tensor) else _as_tensor(value) for value in values]
+    tensors = [value if value is None or isinstance(value, Tensor) else _as_tensor(value, device) for value in values]
     return tensors, result_dtype(op, values), numbers
 
 
-def _as_tensor(number: bool | int | float) -> Tensor:
-    dtype = torch.bool if isinstance(number, bool) else torch.int64 if isinstance(number, int) else torch.float64
-    return torch.zeros((), dtype=dtype) + number if dtype != torch.bool else torch.tensor(number)
+def _as_tensor(number: bool | int | float, device: torch.device) -> Tensor:
+    if isinstance(number, bool):
+        return torch.ones((), dtype=torch.bool, device=device) if number else torch.zeros((), dtype=torch.bool, device=device)
+    dtype = torch.int64 if isinstance(number, int) else torch.float64
+    return torch.zeros((), dtype=dtype, device=device) + number

@@ -11,7 +11,7 @@ from contract import Contract, OpUnderTest, assert_agree, assert_same, check_for
 from targets import Target
 from torch import Tensor
 
-from cupyfused import fused_scale_bias, fused_scale_bias_clamp
+from cupyfused import FusedScaleBiasClamp, fused_scale_bias, fused_scale_bias_clamp
 
 
 def composed(x: Any, scale: Any, bias: Any, min_val: Any = None, max_val: Any = None) -> Tensor:
@@ -156,3 +156,18 @@ def test_gradient_exactly_at_a_bound_is_that_of_torch(
         given = tuple(bound if bound is None else torch.tensor(float(bound), device=target.device, dtype=dtype) for bound in bounds)
     compare_gradients(target, [x, scale, bias], given)
     compare_gradients(target, [x[:, :8], scale.expand(2, 8), bias.expand(2, 8)], given)
+
+
+def test_a_bound_that_asks_for_a_gradient_is_refused_each_time(target: Target, generator: torch.Generator) -> None:
+    """Also where the call has been decided, and by the Function; it is taken where nothing is recorded."""
+    x = draw_arguments(OP, generator, ((5, 7), (7,), (7,)), [torch.float64], target.device)[0].requires_grad_()
+    bound = torch.zeros((), dtype=torch.float64, device=target.device)
+    calls = [lambda bound: target.run(fused_scale_bias_clamp, x, 2.0, 0.5, bound, None)]
+    calls += [lambda bound: FusedScaleBiasClamp.apply(x, 2.0, 0.5, bound, None)]
+    for call in calls:
+        call(bound).sum().backward()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"min_val.*without gradient"):
+                call(bound.clone().requires_grad_())
+    with torch.no_grad():
+        assert_same(calls[0](bound.clone().requires_grad_()), calls[0](bound))
