@@ -105,9 +105,9 @@ def cuda_launcher(variant: _kernel.Variant, device: int) -> Launcher:
     name = variant.kernel_name
     with cupy.cuda.Device(device):
         raw = _kernel.load(variant, device)
+        handle = getattr(getattr(raw, "kernel", None), "ptr", None)  # of the current device
     block, debug = _kernel.BLOCK, os.environ.get("CUPYFUSED_DEBUG") == "1"
     driver_launch = _driver_launch()
-    handle = getattr(getattr(raw, "kernel", None), "ptr", None)
 
     def launch(grid: tuple[int, int], buffer: Buffer, stream: int) -> None:
         current, seen = get_device(), _thread.devices

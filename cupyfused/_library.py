@@ -23,7 +23,7 @@ from ._composed import composed_gradients, decomposed
 from ._gates import in_forward_mode, is_transformed, is_wrapped
 from ._op import Op
 from ._promotion import DTYPES, autocasts, result_dtype
-from ._short_cut import prepare
+from ._short_cut import prepare, without_class
 from .errors import OperandError, message
 
 __all__ = ["register"]
@@ -119,7 +119,7 @@ def _backward(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numb
         with torch.no_grad(), torch._C._ForceDispatchKeyGuard(*_untouched):  # autograd is switched off below its own kernels
             found = _composed(op, grad_out, *values, mask=mask, numbers=numbers)
         return tuple(None if one is None else torch.empty_like(value).copy_(one) for one, value in zip(found, values))
-    plain = [value.as_subclass(Tensor) if isinstance(value, Tensor) else value for value in (grad_out, *values)]
+    plain = [without_class(value) for value in (grad_out, *values)]
     prepared = prepare(op, plain[1:], "auto", DTYPES[grad_out.dtype])
     assert prepared is not None
     places = tuple(k for k, value in enumerate(values) if value is not None)

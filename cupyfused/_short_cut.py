@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ._layout import Ints
     from ._op import Op
 
-__all__ = ["Ready", "open_values", "prepare"]
+__all__ = ["Ready", "open_values", "prepare", "without_class"]
 
 
 class Ready:
@@ -79,30 +79,33 @@ _UNCAST = (torch.float32, torch.float64)
 def prepare(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None = None) -> tuple[Ready, list[Any], bool] | None:
     """Return what is decided for a call, an address or number for each argument, and whether a tensor requires a gradient.
 
-    None if an argument is anything but a number or a plain tensor with memory of its own: no subclass, no lazy sign. A wrapper of
-    functorch has no memory, which `data_ptr` says by a RuntimeError. `dtype` overrides the promoted one.
+    None if an argument is anything but a number or a plain tensor with memory of its own: no subclass, no lazy sign. `dtype`
+    overrides the promoted one.
     """
     key: list[Any] = [impl, _op.cpu_impl, dtype]
     slots: list[Any] = []
     requires_grad = False
-    for value in values:
-        kind = type(value)
-        if kind is Tensor or kind is Parameter:
-            if value.is_neg():
+    try:
+        for value in values:
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:
+                if value.is_neg():
+                    return None
+                address = value.data_ptr()
+                slots.append(address)
+                key += (value.dtype, value.shape, value.stride(), value.device, address & 15)
+                if value.requires_grad:
+                    requires_grad = True
+            elif kind is float or kind is int or kind is bool:
+                slots.append(value)
+                key.append(kind)
+            elif value is None:
+                slots.append(0)
+                key.append(None)
+            else:
                 return None
-            address = value.data_ptr()
-            slots.append(address)
-            key += (value.dtype, value.shape, value.stride(), value.device, address & 15)
-            if value.requires_grad:
-                requires_grad = True
-        elif kind is float or kind is int or kind is bool:
-            slots.append(value)
-            key.append(kind)
-        elif value is None:
-            slots.append(0)
-            key.append(None)
-        else:
-            return None
+    except RuntimeError:  # no address: a wrapper of functorch, a sparse tensor
+        return None
     signature = tuple(key)
     ready = op.calls.get(signature)
     if ready is None or (ready.default_dtype is not None and ready.default_dtype is not torch.get_default_dtype()):
@@ -120,6 +123,11 @@ def _decide(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None) -> Re
     device = operands[0].device
     assert device is not None
     return Ready(op, _op.decide(op, operands, None, _op.choose_backend(op, impl, device), dtype), values)
+
+
+def without_class(value: Any) -> Any:
+    """Return a tensor of a subclass as the plain one that it is below the dispatcher."""
+    return value if type(value) is Tensor or not isinstance(value, Tensor) else value.as_subclass(Tensor)
 
 
 def open_values(op: Op, values: Sequence[Any], kind: TorchKind) -> tuple[_arrays.Operand, ...]:

@@ -27,7 +27,7 @@ from ._gates import is_dispatching, is_plain, is_profiling, is_transformed, is_w
 from ._op import Call
 from ._out import open_out
 from ._promotion import DTYPES, TORCH_DTYPES, autocasts, result_dtype
-from ._short_cut import Ready, open_values, prepare
+from ._short_cut import Ready, open_values, prepare, without_class
 from ._torch_kind import TORCH, TORCH_UNREAD
 from .errors import CudaError, OperandError, message
 
@@ -68,10 +68,7 @@ def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor
 
 def _plain_call(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None = None) -> Tensor | None:
     """Compute a call of plain tensors and numbers that nothing watches; None if it is another."""
-    try:
-        prepared = prepare(op, values, impl, dtype)
-    except RuntimeError:  # a tensor without memory, or without strides
-        return None
+    prepared = prepare(op, values, impl, dtype)
     if prepared is None:
         return None
     ready, slots, requires_grad = prepared
@@ -167,7 +164,7 @@ def normalised(values: Sequence[Any]) -> Sequence[Any]:
 
 def eager_forward(op: Op, values: Sequence[Any], dtype: Dtype | None) -> Tensor:
     """Launch the forward kernel for the registered operator; `dtype` overrides the promoted one."""
-    plain = [value.as_subclass(Tensor) if isinstance(value, Tensor) else value for value in values]
+    plain = [without_class(value) for value in values]
     prepared = prepare(op, plain, "auto", dtype)
     assert prepared is not None
     return prepared[0].launched(plain, prepared[1])

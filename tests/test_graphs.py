@@ -17,12 +17,12 @@ import cupyfused
 from cupyfused import fused_scale_bias, fused_scale_bias_clamp
 from cupyfused.nn import ScaleBiasClamp
 
-# PyTorch's own: of its script, of a matrix product's precision, of graphs that a test leaves behind, of its own warm-up.
-IGNORED = (
+IGNORED = (  # what PyTorch says
+    "ignore:.isinstance.treespec, LeafSpec",  # of the trees in its exported programs
     "ignore:.torch.jit",
     "ignore:TensorFloat32",
-    "ignore:Unable to hit fast path of CUDAGraphs",
-    "ignore:The CUDA Graph is empty",
+    "ignore:Unable to hit fast path of CUDAGraphs",  # of gradients that a test leaves behind
+    "ignore:The CUDA Graph is empty",  # of its own warm-up
 )
 # A leaf's accumulation node belongs to the stream of its first backward, here that of a warm-up; PyTorch says so of any op.
 STREAMS = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")

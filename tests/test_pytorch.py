@@ -234,7 +234,7 @@ def test_profiles_carry_the_name_of_the_op(target: Target, generator: torch.Gene
         if target.device == "cuda":
             torch.cuda.synchronize()
     names = [event.name for event in profile.events()]
-    on_host = [event.name for event in profile.events() if event.device_type is torch.autograd.DeviceType.CPU]
+    on_host = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CPU]
     assert on_host.count("fused_scale_bias_clamp") == 2
     if target.runs_kernels:
         assert any("FusedScaleBiasClampBackward" in name for name in names)
