@@ -63,17 +63,19 @@ def compare(model: nn.Module, compiled: Any, x: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings(*IGNORED)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_aot_inductor(tmp_path: Path, generator: torch.Generator, device: str) -> None:
-    """Compiled ahead into a package that runs without Python; decomposed, as it is by default, it needs nothing of ours."""
-    model = Model(16, device, torch.float32).eval()
-    x = draw(generator, (4, 16), torch.float32, device)
+def test_aot_inductor(tmp_path: Path, generator: torch.Generator) -> None:
+    """Compiled ahead into a package that runs without Python; decomposed, as it is by default, it needs nothing of ours.
+
+    On a CPU: on an H200, PyTorch 2.11's loader of packages ended with a segmentation fault for a model of its own layers too.
+    """
+    model = Model(16, "cpu", torch.float32).eval()
+    x = draw(generator, (4, 16), torch.float32)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2)},))
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     loaded = torch._inductor.aoti_load_package(package)
     with torch.no_grad():
         for rows in (4, 9):
-            x = draw(generator, (rows, 16), torch.float32, device)
+            x = draw(generator, (rows, 16), torch.float32)
             assert_agree(loaded(x), model(x))
 
 
