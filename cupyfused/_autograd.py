@@ -31,9 +31,16 @@ def function(op: Op) -> Any:
     """Return the `autograd.Function` of an op: `.apply(*inputs, *options)`, and what `prepare` returned behind if it is known."""
     name = "".join(part.capitalize() for part in op.name.split("_"))
     doc = f"Gradients of `{op.name}`: `.apply({', '.join((*op.inputs, *op.options))})`."
+
+    def forward(ctx: Any, *args: Any) -> Tensor:  # functions, since Dynamo asks what they are
+        return _forward(op, ctx, *args)
+
+    def backward(ctx: Any, grad_out: Tensor | None) -> Gradients:
+        return _backward(op, ctx, grad_out)
+
     body = {
-        "forward": staticmethod(functools.partial(_forward, op)),
-        "backward": staticmethod(functools.partial(_backward, op)),
+        "forward": staticmethod(forward),
+        "backward": staticmethod(backward),
         "__doc__": doc,
         "__module__": "cupyfused",
     }
@@ -48,7 +55,11 @@ def plain_apply(op: Op) -> Any:
 
 def _forward(op: Op, ctx: Any, *args: Any) -> Tensor:
     arguments = len(op.inputs) + len(op.options)
-    values, (ready, slots) = (args, _prepared(op, args)) if len(args) == arguments else (args[:arguments], args[arguments:])
+    if len(args) > arguments:
+        values, (ready, slots) = args[:arguments], args[arguments:]
+    else:
+        values = op.complete(args)
+        ready, slots = _prepared(op, values)
     needs = ctx.needs_input_grad
     places = ready.saving.get(needs)
     if places is None:
@@ -76,7 +87,7 @@ def _backward(op: Op, ctx: Any, grad_out: Tensor | None) -> Gradients:
     if grad_out is None:
         return (None,) * inputs + nothing
     wanted, saved = needs[:inputs], ctx.saved_tensors
-    if torch.is_grad_enabled() or ready.call.backend is None or is_watched() or not _are_plain(grad_out, saved):
+    if torch.is_grad_enabled() or ready.call.backend is None or is_watched() or not _are_plain(ready, ctx.places, grad_out, saved):
         return (*_composed(op, ctx, grad_out, saved, wanted), *nothing)
     gradients = launch_backward(op, ready.call, grad_out, ctx.slots, ctx.places, saved, wanted, ready.as_tensors)
     for k in ready.call.items:
@@ -85,12 +96,15 @@ def _backward(op: Op, ctx: Any, grad_out: Tensor | None) -> Gradients:
     return (*gradients, *nothing)
 
 
-def _are_plain(grad_out: Tensor, saved: Sequence[Tensor]) -> bool:
-    """Whether a kernel may read these. What was saved was plain then; hooks may have given back tensors of a class."""
-    for tensor in saved:
-        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+def _are_plain(ready: Ready, places: Ints, grad_out: Tensor, saved: Sequence[Tensor]) -> bool:
+    """Whether a kernel may read these: hooks may have given back anything for what was saved, and gradients can be sparse."""
+    for k, tensor in zip(places, saved):
+        kind, told = type(tensor), ready.told[k]
+        if kind is not Tensor and kind is not Parameter:
             return False
-    return is_plain((grad_out,))
+        if tensor.is_neg() or (tensor.dtype, tensor.shape, tensor.device) != told:
+            return False
+    return is_plain((grad_out,)) and grad_out.layout is torch.strided and not grad_out._is_zerotensor()
 
 
 def _composed(op: Op, ctx: Any, grad_out: Tensor, saved: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -99,7 +113,7 @@ def _composed(op: Op, ctx: Any, grad_out: Tensor, saved: Sequence[Tensor], wante
     for k in ready.blank:
         values[k] = None
     for k, tensor in zip(ctx.places, saved):
-        values[k] = tensor
+        values[k] = tensor.to(ready.told[k][0])  # which hooks may have kept in a smaller one
     for k in range(len(op.inputs)):
         if values[k] is None:
             # Not kept since no gradient reads it: a zero will do, and nothing of it reaches a second derivative.

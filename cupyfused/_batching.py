@@ -54,7 +54,7 @@ def _unbatched_dtype(op: Op, values: Sequence[Any], dims: Dims) -> torch.dtype:
 
 def backward_rule(
     op: Op, info: Any, dims: Dims, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool
-) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+) -> tuple[Any, Any]:
     """Compute the gradients of each sample in one launch: an operand that samples share is expanded, and gets one from each."""
     inputs = len(op.inputs)
     backward = functools.partial(getattr(torch.ops.cupyfused, f"{op.name}_backward"), mask=mask, numbers=numbers)
@@ -67,19 +67,28 @@ def backward_rule(
         if mask[k] and dims[k + 1] is None:
             shared = value.reshape(1, *(1,) * (grad_out.dim() - 1 - value.dim()), *value.shape)
             aligned[k] = shared.expand(info.batch_size, *shared.shape[1:])
-    gradients = backward(grad_out, *aligned)
+    gradients = _as_tuple(backward(grad_out, *aligned))
     # Without the dims that alignment put in.
     given = list(zip(values, dims[1:]))[:inputs]
     shapes = [value.shape if dim is None else value.movedim(dim, 0).shape[1:] for value, dim in given]
     shaped = [None if one is None else one.reshape(one.shape[0], *shape) for one, shape in zip(gradients, shapes)]
-    return tuple(shaped), tuple(None if one is None else 0 for one in shaped)
+    return _with_dims(shaped)
 
 
 def _one_by_one(
     backward: Callable[..., Sequence[Tensor | None]], batch_size: int, values: Sequence[Any], dims: Dims
-) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+) -> tuple[Any, Any]:
     """Launch once for each sample: a batch of options leaves no 0-dim ones to launch once with."""
     samples = [[value if dim is None else value.select(dim, k) for value, dim in zip(values, dims)] for k in range(batch_size)]
-    columns = zip(*[backward(*sample) for sample in samples])
-    stacked = [None if column[0] is None else torch.stack(column) for column in columns]
-    return tuple(stacked), tuple(None if one is None else 0 for one in stacked)
+    columns = zip(*[_as_tuple(backward(*sample)) for sample in samples])
+    return _with_dims([None if column[0] is None else torch.stack(column) for column in columns])
+
+
+def _as_tuple(returned: Any) -> tuple[Tensor | None, ...]:
+    """An operator of one input returns one gradient, and no tuple."""
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+def _with_dims(gradients: Sequence[Tensor | None]) -> tuple[Any, Any]:
+    dims = tuple(None if one is None else 0 for one in gradients)
+    return (tuple(gradients), dims) if len(gradients) > 1 else (gradients[0], dims[0])

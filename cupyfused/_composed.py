@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ._gates import is_transformed, is_wrapped
+
 if TYPE_CHECKING:
     from ._op import Op
 
@@ -23,14 +25,19 @@ def decomposed(op: Op, values: Sequence[Any], dtype: torch.dtype, rule: Sequence
     `rule`: what the op's gradient takes besides, given if options came as numbers, though they are 0-dim tensors by now.
     """
     compute = COMPUTE.get(dtype, dtype)
-    cast = [value.to(compute) if isinstance(value, Tensor) else value for value in values]
+    cast = [_to(value, compute) for value in values]
     for k in range(len(op.inputs), len(cast)):
         if isinstance(cast[k], Tensor) and cast[k].device != values[0].device:
             # PyTorch clamps by tensors of one device only; the addition takes the number from the CPU by value, without a copy.
             cast[k] = torch.zeros((), dtype=compute, device=values[0].device) + cast[k]
     if rule is not None and op.traced_reference is not None:
-        return op.traced_reference(torch, *cast, *rule).to(dtype)  # type: ignore[no-any-return]
-    return op.reference(torch, *cast).to(dtype)  # type: ignore[no-any-return]
+        return _to(op.traced_reference(torch, *cast, *rule), dtype)  # type: ignore[no-any-return]
+    return _to(op.reference(torch, *cast), dtype)  # type: ignore[no-any-return]
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    """Cast a tensor; a cast that changes nothing would stand in an exported program, with an assertion on its dtype."""
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype != dtype else value
 
 
 def composed_gradients(
@@ -38,10 +45,8 @@ def composed_gradients(
 ) -> list[Tensor | None]:
     """Return the wanted gradients of `compute(values)`, a tensor or several, by PyTorch operations.
 
-    With grad mode on they can be differentiated again.
-
-    `torch.func.vjp` rather than `autograd.grad`: it differentiates where functorch levels are open too, and gives a tensor that is
-    passed in two places each place's gradient once.
+    With grad mode on they can be differentiated again. Where functorch levels are open, or a batch of gradients comes in, by
+    `torch.func.vjp`, which nests; else by `autograd.grad`, which saved-tensor hooks do not stop.
     """
     places = [k for k, asked in enumerate(wanted) if asked]
 
@@ -51,6 +56,15 @@ def composed_gradients(
             arguments[k] = value
         return compute(arguments)
 
-    pull_back = torch.func.vjp(on_places, *[values[k] for k in places])[1]
-    found = iter(pull_back(grad_out))
+    incoming = grad_out if isinstance(grad_out, tuple) else (grad_out,)
+    if is_transformed() or any(is_wrapped(one) for one in incoming):
+        found = iter(torch.func.vjp(on_places, *[values[k] for k in places])[1](grad_out))
+        return [next(found) if asked else None for asked in wanted]
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases, so that a tensor that is passed in two places gets each place's gradient once.
+        given = [values[k] for k in places]
+        chosen = [one.view_as(one) if create_graph and one.requires_grad else one.detach().requires_grad_() for one in given]
+        y = on_places(*chosen)
+        found = iter(torch.autograd.grad(y, chosen, grad_out, create_graph=create_graph, allow_unused=True, materialize_grads=True))
     return [next(found) if asked else None for asked in wanted]

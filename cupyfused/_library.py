@@ -114,18 +114,40 @@ def _forward_autograd(op: Op, *values: Any, dtype: torch.dtype | None = None, nu
 # ---- backward -----------------------------------------------------------------------------------------------------------
 
 
-def _backward(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> tuple[Tensor | None, ...]:
+def _returned(gradients: Sequence[Tensor | None]) -> Any:
+    """Return gradients as an operator does: several as a tuple, one as itself."""
+    return tuple(gradients) if len(gradients) > 1 else gradients[0]
+
+
+def _backward(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> Any:
     if not _torch.runs_kernel(op, values[0], "auto"):
         with torch.no_grad(), torch._C._ForceDispatchKeyGuard(*_untouched):  # autograd is switched off below its own kernels
             found = _composed(op, grad_out, *values, mask=mask, numbers=numbers)
-        return tuple(None if one is None else torch.empty_like(value).copy_(one) for one, value in zip(found, values))
+        return _returned([None if one is None else torch.empty_like(value).copy_(one) for one, value in zip(found, values)])
     plain = [without_class(value) for value in (grad_out, *values)]
     prepared = prepare(op, plain[1:], "auto", DTYPES[grad_out.dtype])
     assert prepared is not None
+    _check_backward(op, grad_out, values, mask, prepared[0].call.shape)
     places = tuple(k for k, value in enumerate(values) if value is not None)
     saved = [plain[1 + k] for k in places]
     gradients = launch_backward(op, prepared[0].call, plain[0], prepared[1], places, saved, tuple(mask), not numbers)
-    return tuple(one if one is None else one.to(value.device) for one, value in zip(gradients, values))
+    return _returned([one if one is None else one.to(value.device) for one, value in zip(gradients, values)])
+
+
+def _check_backward(op: Op, grad_out: Tensor, values: Sequence[Any], mask: Sequence[bool], shape: Sequence[int]) -> None:
+    """Refuse what would have a kernel read or write beside its arrays; autograd asks for nothing of the kind."""
+    if tuple(grad_out.shape) != tuple(shape) or not grad_out.is_floating_point() or grad_out.device != values[0].device:
+        got = f"{tuple(grad_out.shape)} {grad_out.dtype} on {grad_out.device}"
+        expected = f"a floating point gradient of shape {tuple(shape)} on {values[0].device}"
+        raise OperandError(
+            message(f"{op.name}_backward", "grad_out", expected=expected, got=got, remedy="Pass that of the result.")
+        )
+    integers = [name for name, value, asked in zip(op.inputs, values, mask) if asked and not value.is_floating_point()]
+    if len(mask) != len(op.inputs) or integers:
+        expected = f"{len(op.inputs)} flags, False for integer inputs"
+        raise OperandError(
+            message(f"{op.name}_backward", "mask", expected=expected, got=f"{list(mask)}", remedy="Pass such flags.")
+        )
 
 
 def _composed(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> tuple[Tensor | None, ...]:
@@ -133,18 +155,18 @@ def _composed(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numb
     return tuple(composed_gradients(lambda now: decomposed(op, now, grad_out.dtype, rule), grad_out, values, mask))
 
 
-def _backward_fake(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> tuple[Tensor | None, ...]:
-    return tuple(torch.empty_like(value) if asked else None for value, asked in zip(values, mask))
+def _backward_fake(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> Any:
+    return _returned([torch.empty_like(value) if asked else None for value, asked in zip(values, mask)])
 
 
-def _backward_autograd(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> tuple[Tensor | None, ...]:
+def _backward_autograd(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numbers: bool) -> Any:
     if in_forward_mode():
         remedy = f"Differentiate cupyfused::{op.name} itself, which has forward mode."
         raise OperandError(
             message(f"{op.name}_backward", "grad_out", expected="no forward-mode derivative", got="one", remedy=remedy)
         )
     with enable_single_level_autograd_function():
-        return _function(op, _RegisteredBackward).apply(op, torch.is_grad_enabled(), mask, numbers, grad_out, *values)  # type: ignore[no-any-return]
+        return _function(op, _RegisteredBackward).apply(op, torch.is_grad_enabled(), mask, numbers, grad_out, *values)
 
 
 # ---- autograd -----------------------------------------------------------------------------------------------------------
@@ -167,6 +189,7 @@ class _Registered(_SingleLevelFunction):
         composed = in_forward_mode() or (is_wrapped(grad_out) and not is_transformed())
         compute = functools.partial(_composed, op) if composed else _overload(f"{op.name}_backward")
         gradients = compute(grad_out, *ctx.saved_tensors, mask=ctx.needs_input_grad[4 : 4 + inputs], numbers=ctx.numbers)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         return (None, None, None, None, *gradients, *(None,) * len(op.options))
 
 

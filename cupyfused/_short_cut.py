@@ -48,6 +48,8 @@ class Ready:
         self.saving: dict[Any, Ints] = {}  # which arguments backward needs, by the gradients asked for
         # Arguments that are no numbers: what stands for them until they are asked for again is None.
         self.blank = [k for k, value in enumerate(values) if value is None or isinstance(value, Tensor)]
+        # What a saved tensor must still be for a kernel to read it.
+        self.told = [(one.dtype, one.shape, one.device) if isinstance(one, Tensor) else None for one in values]
         self.as_tensors = _op.are_tensors(values[len(op.inputs) :])
 
     @functools.cached_property
@@ -92,6 +94,8 @@ def prepare(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None = None
                 if value.is_neg():
                     return None
                 address = value.data_ptr()
+                if not address and value.numel():  # a tensor of zeros that PyTorch keeps no memory for, or meta
+                    return None
                 slots.append(address)
                 key += (value.dtype, value.shape, value.stride(), value.device, address & 15)
                 if value.requires_grad:
