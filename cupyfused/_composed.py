@@ -49,6 +49,8 @@ def composed_gradients(
     `torch.func.vjp`, which nests; else by `autograd.grad`, which saved-tensor hooks do not stop.
     """
     places = [k for k, asked in enumerate(wanted) if asked]
+    if not places:
+        return [None] * len(wanted)
 
     def on_places(*chosen: Tensor) -> Any:
         arguments = list(values)
