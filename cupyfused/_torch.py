@@ -3,7 +3,7 @@
 A call takes one of three routes, chosen in `call`:
 
 - the short cut: plain tensors in plain eager mode go straight to the plan, through an `autograd.Function` if a gradient is asked
-  for. It is taken only if nothing is watching or transforming the call, see `is_plain`;
+  for. It is taken only if nothing watches or transforms the call, see `is_watched`, and every argument is plain, see `prepare`;
 - whatever watches or transforms calls (functorch, forward mode, fake tensors, modes, tracing) sees the registered operator, see
   `_library`; classes that compute for themselves, DTensor say, see PyTorch's operations;
 - torch.compile and torch.export see one or the other, by a setting, see `_traced`.
@@ -61,7 +61,7 @@ def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor
             if y is not None:
                 return y
         return _route(op, values, out, impl)
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         open_values(op, values, TORCH_UNREAD)  # what PyTorch refuses, a sparse tensor say, has an error of ours that names it
         raise
 

@@ -81,8 +81,8 @@ def fused_scale_bias_clamp(
     out : array, optional
         Where to write the result: the exact shape, dtype and device; x itself, or memory that overlaps no input. No gradients.
     impl : {"auto", "cuda", "reference"}
-        "auto" runs the kernel for CUDA arrays and the plain expression for others; "reference" is the plain expression
-        anywhere; "cuda" insists on the kernel.
+        "auto" runs the kernel for CUDA arrays and the plain expression for others, in compiled graphs what `set_compile_mode`
+        says; "reference" is the plain expression anywhere; "cuda" insists on the kernel.
 
     Returns
     -------
