@@ -94,7 +94,7 @@ def main() -> None:
         def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.randn(shape, device="cuda").to(dtype)
 
-        for images in (1, 64):
+        for images in (1, 4, 16, 64):
             shape = (images, 256, 64, 64)
             measure(f"lone operator, {dtype}, NCHW {shape}", lone, [random(*shape), random(256, 1, 1), random(256, 1, 1)])
         shape = (32768, 4096)

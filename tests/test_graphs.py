@@ -80,6 +80,25 @@ def test_aot_inductor(tmp_path: Path, generator: torch.Generator) -> None:
 
 
 @pytest.mark.filterwarnings(*IGNORED)
+def test_onnx(generator: torch.Generator) -> None:
+    """Exported through the decomposition, so any ONNX runtime can run it; here the reference one, with another batch size."""
+    from onnx.reference import ReferenceEvaluator
+
+    model = Model(16, "cpu", torch.float32).eval()
+    rows = {0: torch.export.Dim("rows", min=2)}
+    program = torch.onnx.export(
+        model, (draw(generator, (4, 16), torch.float32),), dynamo=True, dynamic_shapes=(rows,), verbose=False
+    )
+    assert program is not None
+    exported = ReferenceEvaluator(program.model_proto)
+    (name,) = exported.input_names
+    for rows_now in (4, 9):
+        x = draw(generator, (rows_now, 16), torch.float32)
+        (y,) = exported.run(None, {name: x.numpy()})
+        assert_agree(torch.from_numpy(y), model(x).detach())
+
+
+@pytest.mark.filterwarnings(*IGNORED)
 def test_inductor_on_the_cpu(generator: torch.Generator, mode: str) -> None:
     """Its C++ code, where there is a compiler; the GPU's is below."""
     model = Model(16, "cpu", torch.float32)
