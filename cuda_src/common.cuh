@@ -4,7 +4,7 @@
 // No header is included, so NVRTC needs nothing but itself: the half headers would bring toolkit headers that a machine with
 // only pip lacks, and 20-70 ms of compile time. All arithmetic is float, double or an integer; 16-bit floats are only stored.
 //
-// Budget: some 380 lines, in the order in which a kernel needs them; a kernel is one text, so splitting it would only add seams.
+// Budget: some 410 lines, in the order in which a kernel needs them; a kernel is one text, so splitting it would only add seams.
 //
 // The same text is built by g++ for the tests that run kernels on a CPU; CUPYFUSED_HOST marks what differs there.
 
@@ -73,6 +73,33 @@ __device__ __forceinline__ bfloat16 to_bfloat16(float value)
     result.bits = is_nan ? (uint16)0x7fffu : (uint16)(bits >> 16);
 #endif
     return result;
+}
+
+// Two 16-bit floats share a register. Taking them out of it and rounding both into it at once is half the instructions of one by
+// one, and these kernels are bound by instructions: of 8 neighbours, 8 conversions and 16 moves were a fifth of backward.
+__device__ __forceinline__ float half_of(bfloat16*, uint32 pair, int half) { return bit_cast<float>(half ? pair & 0xffff0000u : pair << 16); }
+__device__ __forceinline__ float half_of(float16*, uint32 pair, int half) { return to_float(float16{(uint16)(half ? pair >> 16 : pair)}); }
+
+__device__ __forceinline__ uint32 pair_of(bfloat16*, float low, float high)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    uint32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return (uint32)to_bfloat16(high).bits << 16 | to_bfloat16(low).bits;
+#endif
+}
+
+__device__ __forceinline__ uint32 pair_of(float16*, float low, float high)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    uint32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return (uint32)to_float16(high).bits << 16 | to_float16(low).bits;
+#endif
 }
 
 // From a stored value to the type that the arithmetic runs in, and back: one rounding, at the end.
@@ -176,7 +203,7 @@ enum Access : uint8 {
 };
 
 // What an instance of a kernel is compiled to do with an operand and with a gradient. The fewer, the faster and the shorter: an
-// instance for single elements keeps all of it open, one for packets is made for just what its call needs.
+// instance is made for just what its call needs, but for the GENERAL one, which keeps all of it open for what is rare.
 enum Form {
     PACKETS,  // an array whose packets are loaded whole
     SPREAD,   // the same, or an array whose dim 0 is broadcast (the gradient of a sum, say)
@@ -217,22 +244,23 @@ template <> struct Word<4> { typedef uint32 type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<16> { typedef uint4 type; };
 
+template <typename T> struct IsHalf { static constexpr bool value = false; };
+template <> struct IsHalf<float16> { static constexpr bool value = true; };
+template <> struct IsHalf<bfloat16> { static constexpr bool value = true; };
+
 // What one thread takes at once: W neighbours along dim 0, kept as they are stored until every load of the thread is under way,
 // so that no conversion waits.
 template <typename T, typename A, int W, Form FORM> struct Packet {
     typedef typename Word<sizeof(T) * W>::type Whole;
-    union { Whole whole; T value[W]; };
-    A uniform;
+    union { Whole whole; T value[W]; uint32 pair[(W + 1) / 2]; };
+    A uniform, computed[W];
 
-    __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand, int valid)
+    __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand)
     {
         if (FORM != PACKETS && operand.access < ARRAY) return;
         const T* base = (const T*)address + offset;
         if (W == 1 || FORM == UNIFORM || (FORM == SPREAD && operand.access == ARRAY)) value[0] = *base;
-        else if (valid == W) whole = *(const Whole*)base;
-        else
-#pragma unroll
-            for (int e = 0; e < W; ++e) value[e] = base[e < valid ? e : 0];
+        else whole = *(const Whole*)base;
     }
     // Once all loads are under way: gives each element of the packet its value.
     __device__ __forceinline__ void settle(uint64 bits, const Operand& operand)
@@ -243,23 +271,29 @@ template <typename T, typename A, int W, Form FORM> struct Packet {
 #pragma unroll
             for (int e = 1; e < W; ++e) value[e] = value[0];
     }
-    __device__ __forceinline__ A get(int e) const { return FORM == UNIFORM || FORM == EITHER ? uniform : Convert<T>::template load<A>(value[e]); }
-    __device__ __forceinline__ void set(int e, A result) { value[e] = Convert<T>::store(result); }
-    __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand&, int valid) const
+    __device__ __forceinline__ A get(int e) const
     {
-        T* base = (T*)address + offset;
-        if (valid == W) *(Whole*)base = whole;
+        if constexpr (FORM == UNIFORM || FORM == EITHER) return uniform;
+        else if constexpr (IsHalf<T>::value && W > 1) return half_of((T*)0, pair[e / 2], e % 2);
+        else return Convert<T>::template load<A>(value[e]);
+    }
+    __device__ __forceinline__ void set(int e, A result) { computed[e] = result; }
+    __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand&)
+    {
+        if constexpr (IsHalf<T>::value && W > 1)
+#pragma unroll
+            for (int e = 0; e < W; e += 2) pair[e / 2] = pair_of((T*)0, computed[e], computed[e + 1]);
         else
 #pragma unroll
-            for (int e = 0; e < W; ++e)
-                if (e < valid) base[e] = value[e];
+            for (int e = 0; e < W; ++e) value[e] = Convert<T>::store(computed[e]);
+        *(Whole*)((T*)address + offset) = whole;
     }
 };
 
 template <typename A> struct Packet<any_dtype, A, 1, EITHER> {
     A value;
 
-    __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand, int)
+    __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand)
     {
         if (operand.access >= ARRAY) value = load_any<A>((const void*)address, offset, operand.dtype);
     }
@@ -269,7 +303,7 @@ template <typename A> struct Packet<any_dtype, A, 1, EITHER> {
     }
     __device__ __forceinline__ A get(int) const { return value; }
     __device__ __forceinline__ void set(int, A result) { value = result; }
-    __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand& operand, int) const
+    __device__ __forceinline__ void store(uint64 address, int64 offset, const Operand& operand) const
     {
         store_any<A>((void*)address, offset, operand.dtype, value);
     }
@@ -302,76 +336,73 @@ __device__ __forceinline__ int64 advance(int64 offset, uint32 place, int32 strid
 }
 __device__ __forceinline__ int64 advance(int64 offset, uint64 place, int64 stride) { return offset + (int64)place * stride; }
 
-// Adds to each operand's offset what `index`, counted over the dims [begin, end), is away; returns the place along dim `begin`.
-template <int COUNT, typename I>
+// Adds to each operand's offset what `index`, counted over the dims [begin, end), is away. MOVES has a bit for each operand whose
+// offset is asked for; NDIM is end - begin if it is known, which spares a loop that costs as much as what is in it. Returns the
+// place along dim begin + 1.
+template <int COUNT, uint32 MOVES, int NDIM = 0, typename I>
 __device__ __forceinline__ I add_offsets(const Dims& dims, int begin, int end, I index, const Operand* operand, int64* offset)
 {
-    I first = index;
-#pragma unroll 1  // else the compiler unrolls by four
-    for (int dim = begin; dim < end; ++dim) {
-        I rest = dim + 1 < end ? dims.divide(index, dim) : 0;
-        I place = index - rest * (I)dims.extent[dim];
-#pragma unroll
-        for (int k = 0; k < COUNT; ++k) offset[k] = advance(offset[k], place, operand[k].stride[dim]);
-        if (dim == begin) first = place;
-        index = rest;
-    }
-    return first;
-}
-
-// The same for NDIM dims, without the loop, which costs as much as what is in it.
-template <int COUNT, int NDIM, typename I>
-__device__ __forceinline__ I add_offsets_of(const Dims& dims, int begin, I index, const Operand* operand, int64* offset)
-{
-    I first = index;
-#pragma unroll
-    for (int d = 0; d < NDIM; ++d) {
-        I rest = d + 1 < NDIM ? dims.divide(index, begin + d) : 0;
+    I second = 0;
+#pragma unroll NDIM > 0 ? NDIM : 1  // else the compiler unrolls by four
+    for (int d = 0; d < (NDIM > 0 ? NDIM : end - begin); ++d) {
+        bool last = NDIM > 0 ? d + 1 == NDIM : begin + d + 1 == end;
+        I rest = last ? 0 : dims.divide(index, begin + d);
         I place = index - rest * (I)dims.extent[begin + d];
 #pragma unroll
-        for (int k = 0; k < COUNT; ++k) offset[k] = advance(offset[k], place, operand[k].stride[begin + d]);
-        if (d == 0) first = place;
+        for (int k = 0; k < COUNT; ++k)
+            if (MOVES >> k & 1) offset[k] = advance(offset[k], place, operand[k].stride[begin + d]);
+        if (d == 1) second = place;
         index = rest;
     }
-    return first;
+    return second;
 }
 
-// The same where it is done for each packet; most calls have one to three dims.
-template <int COUNT, typename I>
+// The same where it is done for each packet; most calls have one to three dims. The general instance takes less time to compile.
+template <int COUNT, uint32 MOVES, typename I>
 __device__ __forceinline__ I add_packet_offsets(const Dims& dims, int begin, int end, I index, const Operand* operand, int64* offset)
 {
-    if (WIDTH > 1 && end - begin == 1) return add_offsets_of<COUNT, 1>(dims, begin, index, operand, offset);
-    if (WIDTH > 1 && end - begin == 2) return add_offsets_of<COUNT, 2>(dims, begin, index, operand, offset);
-    if (WIDTH > 1 && end - begin == 3) return add_offsets_of<COUNT, 3>(dims, begin, index, operand, offset);
-    return add_offsets<COUNT>(dims, begin, end, index, operand, offset);
+    if (!GENERAL && end - begin == 1) return add_offsets<COUNT, MOVES, 1>(dims, begin, end, index, operand, offset);
+    if (!GENERAL && end - begin == 2) return add_offsets<COUNT, MOVES, 2>(dims, begin, end, index, operand, offset);
+    if (!GENERAL && end - begin == 3) return add_offsets<COUNT, MOVES, 3>(dims, begin, end, index, operand, offset);
+    return add_offsets<COUNT, MOVES>(dims, begin, end, index, operand, offset);
 }
 
 // ---- sums ---------------------------------------------------------------------------------------------------------------
 
-// Sum W values each over the threads of a block that share threadIdx.x % columns, the same pairs every time; the threads of the
-// first row end with the result.
-template <typename A, int W> __device__ __forceinline__ void sum_rows(A (&value)[W], int columns)
+// Where the threads of a block add up W values each; `sums[e][t]` are those of thread t.
+template <typename A, int W> __device__ __forceinline__ A (&shared_sums())[W][BLOCK]
 {
-    __shared__ A shared[W][BLOCK];
+    __shared__ A sums[W][BLOCK];
+    return sums;
+}
+
+// Sum W values each over the threads of a block that share threadIdx.x % columns, the same pairs every time; the sums are those of
+// the threads of the first row, in the returned memory of the block.
+template <typename A, int W> __device__ __forceinline__ A (&sum_rows(const A (&value)[W], int columns))[W][BLOCK]
+{
+    A(&sums)[W][BLOCK] = shared_sums<A, W>();
     int thread = threadIdx.x;
     __syncthreads();
 #pragma unroll
-    for (int e = 0; e < W; ++e) shared[e][thread] = value[e];
+    for (int e = 0; e < W; ++e) sums[e][thread] = value[e];
 #pragma unroll 1
     for (int rows = BLOCK / columns / 2; rows > 0; rows /= 2) {
         __syncthreads();
         if (thread < rows * columns)
 #pragma unroll
-            for (int e = 0; e < W; ++e) shared[e][thread] += shared[e][thread + rows * columns];
+            for (int e = 0; e < W; ++e) sums[e][thread] += sums[e][thread + rows * columns];
     }
-#pragma unroll
-    for (int e = 0; e < W; ++e) value[e] = shared[e][thread];
+    return sums;
 }
 
 // Sum over `lanes` neighbours of a warp (a power of two up to 32); every one of them has the result.
 template <typename A> __device__ __forceinline__ A sum_lanes(A value, int lanes)
 {
+    if (lanes == 32)
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+    else
 #pragma unroll 1
-    for (int distance = lanes / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
+        for (int distance = lanes / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
     return value;
 }

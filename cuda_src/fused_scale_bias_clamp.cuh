@@ -44,19 +44,21 @@ struct fused_scale_bias_clamp {
     }
 
     // grad_out times what clamp lets through at v. What depends on the bounds alone is the same for a thread's elements, so the
-    // compiler takes it out of their loop; what is left has no branch, so that the elements overlap.
+    // compiler takes it out of their loop; the numbers are constants, and for most releases of PyTorch three comparisons and a
+    // selection are left, without a branch, so that the elements overlap.
     template <typename T>
     static __device__ __forceinline__ T gate(T v, T grad_out, Optional<T> min_val, Optional<T> max_val, T at_bound, T at_equal_bounds, T at_nan)
     {
-        bool nan_passes = at_nan != 0 || !(min_val.present || max_val.present);
+        const bool nan_passes = at_nan != 0;
+        T seen = min_val.present || max_val.present ? v : 0;  // without bounds everything passes, NaN too
         bool has_min = min_val.present && !(nan_passes && min_val.value != min_val.value);
         bool has_max = max_val.present && !(nan_passes && max_val.value != max_val.value);
         T low = has_min ? min_val.value : -infinity((T*)0), high = has_max ? max_val.value : infinity((T*)0);
         T at_touch = has_min && has_max && low == high ? at_equal_bounds : at_bound;
         T first = has_min && at_touch != 1 ? inner_neighbour(low, 1) : low, last = has_max && at_touch != 1 ? inner_neighbour(high, -1) : high;
 
-        bool inside = ((v >= first) & (v <= last)) | (nan_passes & (v != v));
-        bool touches = (v >= low) & (v <= high) & (at_touch != 0);
+        bool inside = ((seen >= first) & (seen <= last)) | (nan_passes & (seen != seen));
+        bool touches = (at_touch != 0) & (at_touch != 1) & (seen >= low) & (seen <= high);
         // Selected, not multiplied by 0: an infinite grad_out outside the bounds gives 0.
         return inside ? grad_out : touches ? grad_out * at_touch : (T)0;
     }

@@ -27,16 +27,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant
     const Partials& g = p.gradient[blockIdx.y];
     INDEX kept = (INDEX)blockIdx.x * g.columns + threadIdx.x % g.columns;
     int64 place[2] = {0, 0};
-    add_offsets<2>(g.kept_dims, 0, g.kept_ndim, kept, g.kept_operand, place);
+    add_offsets<2, 3>(g.kept_dims, 0, g.kept_ndim, kept, g.kept_operand, place);
 
     A sum[1] = {};
     if (kept < g.kept) {
         for (INDEX r = threadIdx.x / g.columns; r < g.reduced; r += BLOCK / g.columns) {
             int64 offset = place[0];
-            add_offsets<1>(g.reduced_dims, 0, g.reduced_ndim, r, &g.reduced_operand, &offset);
+            add_offsets<1, 1>(g.reduced_dims, 0, g.reduced_ndim, r, &g.reduced_operand, &offset);
             sum[0] += ((const A*)p.address[blockIdx.y][0])[offset];
         }
     }
-    sum_rows(sum, g.columns);
-    if (threadIdx.x < g.columns && kept < g.kept) store_any<A>((void*)p.address[blockIdx.y][1], place[1], g.kept_operand[1].dtype, sum[0]);
+    A(&total)[1][BLOCK] = sum_rows(sum, g.columns);
+    if (threadIdx.x < g.columns && kept < g.kept)
+        store_any<A>((void*)p.address[blockIdx.y][1], place[1], g.kept_operand[1].dtype, total[0][threadIdx.x]);
 }

@@ -31,8 +31,8 @@ Gradients = list[Tensor | None]
 class _Planned:
     """A backward call, decided, with what PyTorch needs to allocate for it."""
 
-    def __init__(self, plan: SumPlan | None, targets: Sequence[Described | None], numbers: Sequence[float]):
-        self.plan, self.numbers = plan, numbers
+    def __init__(self, plan: SumPlan | None, targets: Sequence[Described | None]):
+        self.plan = plan
         self.targets = [None if one is None else _allocation(one) for one in targets]
         self.workspace = plan.workspace if plan is not None else 0
         self.workspace_dtype = TORCH_DTYPES[plan.workspace_dtype.name] if plan is not None else None
@@ -78,13 +78,13 @@ def launch_backward(
         return [None if one is None else one.zero_() for one in gradients]
     workspace = grad_out.new_empty(planned.workspace, dtype=planned.workspace_dtype) if planned.workspace else None
     inputs = len(op.inputs)
-    operands, scalars = [address, *slots[:inputs]], [*slots[inputs:], *planned.numbers]
+    operands, options = [address, *slots[:inputs]], slots[inputs:]
     pointers = [0 if one is None else one.data_ptr() for one in gradients]
     stream, scratch = TORCH.stream(call.device), 0 if workspace is None else workspace.data_ptr()
     try:
-        plan.run(stream, operands, scalars, pointers, scratch)
+        plan.run(stream, operands, options, pointers, scratch)
     except (struct.error, OverflowError):
-        plan.run(stream, _fit(operands, call.dtype), _fit(scalars, call.dtype), pointers, scratch)
+        plan.run(stream, _fit(operands, call.dtype), _fit(options, call.dtype), pointers, scratch)
     return gradients
 
 
@@ -124,16 +124,15 @@ def _fit(slots: Sequence[int | float], dtype: Dtype) -> list[int | float]:
 def _plan(op: Op, call: Call, grad_out: Tensor, places: Ints, wanted: Sequence[bool], as_tensors: bool) -> _Planned:
     inputs = call.operands[: len(op.inputs)]
     targets = [describe_gradient(one) if asked else None for one, asked in zip(inputs, wanted)]
-    numbers = op.rule(as_tensors)
     if 0 in call.shape:
-        return _Planned(None, targets, numbers)
+        return _Planned(None, targets)
     # A tensor that was not saved is read by no wanted gradient.
     read = [
         Described() if one.typed is not None and one.described.array is not None and k not in places else one.described
         for k, one in enumerate(call.operands)
     ]
     operands = [TORCH.describe(grad_out), *read[: len(inputs)]]
-    scalars = read[len(inputs) :] + [Described(call.dtype)] * len(op.backward_numbers)
     stored = storage([one.described for one in inputs], call.dtype)
     assert call.backend is not None
-    return _Planned(sum_plan(op, call.shape, operands, scalars, targets, stored, call.backend), targets, numbers)
+    plan = sum_plan(op, call.shape, operands, read[len(inputs) :], op.rule(as_tensors), targets, stored, call.backend)
+    return _Planned(plan, targets)

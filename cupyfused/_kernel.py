@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK",
     "LARGE_DIMS",
+    "RESIDENT",
     "SMALL_DIMS",
     "Variant",
     "compile_cubin",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 BLOCK = 256  # threads; 16-byte vectors, one a thread, ran at 4,382 GB/s with 256 on an H200 where a device copy ran at 4,205
+RESIDENT = 4  # blocks that run at once on a multiprocessor in backward: 64 registers a thread
 SMALL_DIMS = 8  # collapsed dims that a kernel's parameters have room for
 LARGE_DIMS = 32  # and those of a `large` instance, compiled where a call needs more dims or 64-bit indices
 
@@ -69,6 +71,12 @@ class Variant:
     duties: tuple[str, ...] = ()  # of enum Duty for each gradient
     large: bool = False  # 64-bit indices and strides, and room for LARGE_DIMS
     gradients: int = 3  # sum_partials: how many sums one launch finishes
+    numbers: tuple[float, ...] = ()  # backward: of `Op.backward_numbers`; as constants they cost no instructions
+
+    @property
+    def is_general(self) -> bool:
+        """Whether this is the instance that keeps everything open, for what is rare."""
+        return "EITHER" in self.forms
 
     @property
     def kernel_name(self) -> str:
@@ -90,9 +98,11 @@ class Variant:
             "MAX_DIMS": max_dims(self.large),
             "INDEX": "uint64" if self.large else "uint32",
             "STRIDE": "int64" if self.large else "int32",
+            "GENERAL": int(self.is_general),
             "WIDTH": self.width,
             "ITEMS": self.items,
             "GRADIENT_COUNT": self.gradients,
+            "RESIDENT": 1 if self.is_general else RESIDENT,
         }
         if self.op is None:
             texts = [("common.cuh", cuda_text("common.cuh")), ("sum_partials.cuh", cuda_text("sum_partials.cuh"))]
@@ -110,21 +120,22 @@ class Variant:
         result = (
             "result" if forward else "grad_out",
             self.result,
-            "EITHER" if self.width == 1 else "PACKETS" if forward else "SPREAD",
+            "EITHER" if self.is_general else "PACKETS" if forward else "SPREAD",
         )
-        operands = [result, *((*one, form) for one, form in zip(inputs, self.forms))]
-        scalars = [*op.options, *(() if forward else op.backward_numbers)]
+        # A gradient summed in registers belongs to an input that does not change along the loop of a thread.
+        held = ["0" if forward else str(int(duties == "SUMS")) for duties in self.duties or inputs]
+        operands = [(*result, "0"), *((*one, form, kept) for one, form, kept in zip(inputs, self.forms, held))]
         arguments = [f"ELEMENT_OF({name})" for name in op.inputs] + list(op.options)
         defines: dict[str, object] = {
             "OP": op.name,
             "OPERANDS(F)": _each(operands),
             "OPERAND_COUNT": len(operands),
-            "SCALARS(F)": _each([(name,) for name in scalars]),
-            "SCALAR_COUNT": len(scalars),
+            "SCALARS(F)": _each([(name,) for name in op.options]),
+            "SCALAR_COUNT": len(op.options),
         }
         if forward:
             return defines | {"FORWARD": 1, "ARGUMENTS": ", ".join(arguments)}
-        arguments = ["ELEMENT_OF(grad_out)", *arguments, *(f"{name}.value" for name in op.backward_numbers)]
+        arguments = ["ELEMENT_OF(grad_out)", *arguments, *(f"(A){number!r}" for number in self.numbers)]
         arguments += [f"gradient[{k}]" for k in range(len(inputs))]
         return defines | {
             "GRADIENTS(F)": _each([(f"grad_{name}", kind, duties) for (name, kind), duties in zip(inputs, self.duties)]),

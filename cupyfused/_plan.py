@@ -31,10 +31,10 @@ __all__ = [
     "choose_packets",
     "fill_operand",
     "fill_scalar",
-    "fill_tail",
     "is_large",
     "map_plan",
     "slot_format",
+    "split_tail",
     "storage",
 ]
 
@@ -73,6 +73,7 @@ class Packets(NamedTuple):
 
     width: int
     items: int
+    general: bool  # by the instance that keeps everything open, for what is rare
 
 
 @dataclass(frozen=True)
@@ -98,34 +99,43 @@ def storage(inputs: Sequence[Described], result: Dtype) -> Storage:
 def choose_packets(layout: Layout, arrays: Sequence[tuple[int, Described]], full: Sequence[int], stored: Storage) -> Packets:
     """Take 16 bytes at once where every array allows it, else as many single elements.
 
-    Dim 0 must be made of whole packets or be all there is; each of `arrays`, by its place in the layout, must have neighbours
-    there, aligned in every row, or one element for all of them, which those in `full` cannot have. What needs a large instance
-    takes single elements: there is none for packets.
+    Dim 0 must be made of whole packets, or be all there is and more than one; each of `arrays`, by its place in the layout, must
+    have neighbours there, aligned in every row, or one element for all of them, which those in `full` cannot have.
     """
-    packet = stored.packet
-    single = Packets(1, min(packet, MAX_ITEMS))
-    uneven = layout.extents[0] % packet and len(layout.extents) > 1
-    if stored.x == "any_dtype" or packet == 1 or uneven or is_large(layout, packet):
-        return single
-    for k, one in arrays:
-        assert one.dtype is not None
-        step, *rest = layout.strides[k]
-        neighbours = step == 1 and one.alignment % (packet * one.dtype.size) == 0 and all(stride % packet == 0 for stride in rest)
-        if not neighbours and (step != 0 or k in full):
-            return single
-    return Packets(packet, 1)
+    packet, inner = stored.packet, layout.extents[0]
+    known = stored.x != "any_dtype"
+    fits = packet > 1 and inner >= packet and (inner % packet == 0 or len(layout.extents) == 1)
+    fits = fits and all(_has_packets(layout.strides[k], one, packet, k in full) for k, one in arrays)
+    if known and fits and not is_large(layout, packet):
+        return Packets(packet, 2 if packet == 8 else 1, general=False)
+    moves = all(layout.strides[k][0] for k, _ in arrays if k in full)
+    general = not (known and moves and stored.result.is_floating) or is_large(layout, 1)
+    return Packets(1, min(packet, MAX_ITEMS), general)
+
+
+def _has_packets(strides: Ints, one: Described, packet: int, is_full: bool) -> bool:
+    assert one.dtype is not None
+    step, *rest = strides
+    neighbours = step == 1 and one.alignment % (packet * one.dtype.size) == 0 and all(stride % packet == 0 for stride in rest)
+    return neighbours or (step == 0 and not is_full)
+
+
+def split_tail(extents: Ints, width: int) -> tuple[Ints, int]:
+    """Return the extents counted in packets along dim 0, and the elements after the last packet."""
+    return (extents[0] // width, *extents[1:]), extents[0] % width
 
 
 def is_large(layout: Layout, width: int) -> bool:
     """Whether an index, counted in packets of so many elements, or a stride needs 64 bits, or the dims more room."""
     packets = math.prod(layout.extents) // layout.extents[0] * -(-layout.extents[0] // width)
-    strides = max((abs(stride) for own in layout.strides for stride in own), default=0)
-    return max(packets + _SLACK, strides) >= INDEX_LIMIT or len(layout.extents) > SMALL_DIMS
+    # Along dim 1 forward steps from group to group of items.
+    reach = [abs(stride) * (MAX_ITEMS if dim == 1 else 1) for own in layout.strides for dim, stride in enumerate(own)]
+    return max(packets + _SLACK, *reach) >= INDEX_LIMIT or len(layout.extents) > SMALL_DIMS
 
 
-def choose_form(one: Described, strides: Ints, width: int) -> str:
-    """Return what an instance is compiled to find in a parameter's place (enum Form)."""
-    if width == 1:
+def choose_form(one: Described, strides: Ints, general: bool) -> str:
+    """Return what an instance is compiled to find in an input's place (enum Form)."""
+    if general:
         return "EITHER"
     return "UNIFORM" if one.array is None or strides[0] == 0 else "PACKETS"
 
@@ -141,12 +151,6 @@ def fill_operand(target: Any, one: Described, strides: Ints, width: int) -> None
     for dim, stride in enumerate(strides):
         target.stride[dim] = stride * width if dim == 0 else stride
     target.access = VECTOR if width > 1 and strides[0] == 1 else ARRAY
-
-
-def fill_tail(parameters: Any, inner: int, width: int) -> None:
-    """Write how many elements the last packet along dim 0 has."""
-    parameters.last = (inner - 1) // width
-    parameters.tail = inner - parameters.last * width
 
 
 def fill_scalar(target: Any, one: Described) -> None:
@@ -198,22 +202,25 @@ def map_plan(op: Op, shape: Ints, operands: Sequence[Described], backend: Backen
     strides = [_layout.broadcast_strides(one.array, shape) if one.array else (0,) * len(shape) for one in operands[:tensors]]
     layout = _layout.collapse(shape, strides, [k for k, one in enumerate(operands[:tensors]) if one.array])
     arrays = [(k, one) for k, one in enumerate(operands[:tensors]) if one.array]
-    width, items = choose_packets(layout, arrays, [0, 1], stored)
-    forms = tuple(choose_form(one, own, width) for one, own in zip(operands[1:tensors], layout.strides[1:]))
-    extents = (-(-layout.extents[0] // width), *layout.extents[1:])
-    packets = math.prod(extents)
+    width, items, general = choose_packets(layout, arrays, [0, 1], stored)
+    forms = tuple(choose_form(one, own, general) for one, own in zip(operands[1:tensors], layout.strides[1:]))
+    extents, tail = split_tail(layout.extents, width)
+    groups = tuple(-(-extent // items) if dim == 1 else extent for dim, extent in enumerate(extents))
+    threads = math.prod(groups) if len(extents) > 1 else BLOCK * -(-extents[0] // (BLOCK * items))
     check_dims(op, layout)
     large = is_large(layout, width)
     variant = Variant(
         op, "forward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, width, items, forms, (), large
     )
     parameters = map_struct(tensors, len(op.options), large)()
-    for k, one in enumerate(operands[:tensors]):
-        fill_operand(parameters.operand[k], one, layout.strides[k], width)
+    for k, (one, own) in enumerate(zip(operands[:tensors], layout.strides)):
+        parameters.item_stride[k] = own[1] if len(own) > 1 else own[0] * width * BLOCK
+        by_group = tuple(stride * items if dim == 1 else stride for dim, stride in enumerate(own))
+        fill_operand(parameters.operand[k], one, by_group, width)
     for k, one in enumerate(operands[tensors:]):
         fill_scalar(parameters.scalar[k], one)
-    fill_dims(parameters.dims, extents)
-    parameters.packets, parameters.ndim = packets, len(extents)
-    fill_tail(parameters, layout.extents[0], width)
+    fill_dims(parameters.dims, groups)
+    parameters.items_extent = extents[1] if len(extents) > 1 else extents[0]
+    parameters.threads, parameters.packets, parameters.tail, parameters.ndim = threads, extents[0], tail, len(extents)
     slots = "".join(slot_format(one, stored, exact=k >= tensors) for k, one in enumerate(operands))
-    return Launch(backend.load(variant), (-(-packets // (BLOCK * items)), 1), bytes(parameters), slots)
+    return Launch(backend.load(variant), (-(-threads // BLOCK), 1), bytes(parameters), slots)

@@ -24,9 +24,9 @@ from ._plan import (
     choose_packets,
     fill_operand,
     fill_scalar,
-    fill_tail,
     is_large,
     slot_format,
+    split_tail,
 )
 from ._sums import Role, SumLayout, plan_sums
 
@@ -54,13 +54,13 @@ class SumPlan:
     workspace_dtype: Dtype
 
     def run(
-        self, stream: int, operands: Sequence[int | float], scalars: Sequence[int | float], gradients: Sequence[int], workspace: int
+        self, stream: int, operands: Sequence[int | float], options: Sequence[int | float], gradients: Sequence[int], workspace: int
     ) -> None:
         """Launch everything. `gradients` are addresses, 0 where none is asked for; `workspace` is the address of the scratch."""
         size = self.workspace_dtype.size
         for one in self.passes:
             targets = [grad if begin is None else workspace + begin * size for grad, begin in zip(gradients, one.workspace)]
-            one.launch(stream, *operands, *targets, *scalars)
+            one.launch(stream, *operands, *targets, *options)
             for launch, finished in one.finish:
                 launch(stream, *(address for k in finished for address in (targets[k], gradients[k])))
 
@@ -71,7 +71,8 @@ class _Context:
 
     op: Op
     operands: Sequence[Described]  # grad_out, inputs
-    scalars: Sequence[Described]  # options, backward numbers
+    options: Sequence[Described]
+    numbers: tuple[float, ...]
     gradients: Sequence[Described | None]
     stored: Storage
     layout: Layout
@@ -86,12 +87,17 @@ def sum_plan(
     op: Op,
     shape: Ints,
     operands: Sequence[Described],
-    scalars: Sequence[Described],
+    options: Sequence[Described],
+    numbers: tuple[float, ...],
     gradients: Sequence[Described | None],
     stored: Storage,
     backend: Backend,
 ) -> SumPlan:
-    """Plan a backward call whose result had this shape; `gradients` describe what is to be written, None where not asked for."""
+    """Plan a backward call whose result had this shape.
+
+    `operands` are grad_out and the inputs, `numbers` those of `Op.backward_numbers`; `gradients` describe what is to be written,
+    None where not asked for.
+    """
     entries = [*operands, *(one or Described() for one in gradients)]
     strides = [_layout.broadcast_strides(one.array, shape) if one.array else (0,) * len(shape) for one in entries]
     marks = [_summed_dims(one, shape) if one else None for one in gradients]
@@ -103,11 +109,16 @@ def sum_plan(
     streams = [(k, one) for k, one in enumerate(entries) if one.array and (k < first or k in written)]
     check_dims(op, layout)
     packets = choose_packets(layout, streams, [1, *written], stored)
+    if packets.width > 1:
+        packets = packets._replace(items=1)  # two would take more registers than there are for four blocks at once
     if stored.x == "uint8" or (summed[0] is not None and any(summed[0])):
-        # No instance for packets: images whose parameters are trained, and an x smaller than the result.
-        packets = packets._replace(width=1, items=min(stored.packet, MAX_ITEMS))
-    context = _Context(op, operands, scalars, gradients, stored, layout, summed, packets, is_large(layout, packets.width), backend)
-    passes = plan_sums(layout.extents, packets.width, packets.items, summed, backend.multiprocessors)
+        # No instance of their own: images whose parameters are trained, and an x smaller than the result.
+        packets = Packets(1, min(stored.packet, MAX_ITEMS), general=True)
+    large = is_large(layout, packets.width)
+    context = _Context(op, operands, options, numbers, gradients, stored, layout, summed, packets, large, backend)
+    inner = layout.extents[0]
+    whole = (inner - inner % packets.width, *layout.extents[1:])  # the first threads take the tail besides
+    passes = plan_sums(whole, packets.width, packets.items, summed, backend.multiprocessors)
     planned = tuple(_plan_pass(context, one) for one in passes)
     return SumPlan(planned, context.workspace, BY_NAME[stored.result.arithmetic])
 
@@ -123,45 +134,57 @@ def _plan_pass(context: _Context, one: SumLayout) -> Pass:
     op, width = context.op, context.packets.width
     operands, count = context.operands, len(context.gradients)
     stored, extents = context.stored, context.layout.extents
-    kernel_extents = tuple(-(-extents[dim] // width) if dim == 0 else extents[dim] for dim in one.order)
-    forms = tuple(choose_form(operand, own, width) for operand, own in zip(operands[1:], context.layout.strides[1:]))
-    duties, large = _duties(one, width), context.large
+    in_packets, tail = split_tail(extents, width)
+    _, items, general = context.packets
+    forms = tuple(choose_form(operand, own, general) for operand, own in zip(operands[1:], context.layout.strides[1:]))
+    duties, large = _duties(one, general), context.large
     arithmetic = stored.result.arithmetic
     variant = Variant(
-        op, "backward", stored.x, stored.parameter, stored.result.stored, arithmetic, *context.packets, forms, duties, large
+        op,
+        "backward",
+        stored.x,
+        stored.parameter,
+        stored.result.stored,
+        arithmetic,
+        width,
+        items,
+        forms,
+        duties,
+        large,
+        numbers=context.numbers,
     )
-    parameters = sum_struct(len(operands), len(context.scalars), count, large)()
+    parameters = sum_struct(len(operands), len(context.options), count, large)()
     for k, operand in enumerate(operands):
         fill_operand(parameters.operand[k], operand, _ordered(context.layout.strides[k], one.order), width)
-    for k, scalar in enumerate(context.scalars):
-        fill_scalar(parameters.scalar[k], scalar)
+    for k, option in enumerate(context.options):
+        fill_scalar(parameters.scalar[k], option)
     begins, finish = [], []
     for k in range(count):
         begin, partial = _fill_gradient(context, one, parameters, k)
         begins.append(begin)
         if partial is not None:
             finish.append((k, partial))
-    fill_dims(parameters.dims, kernel_extents)
+    fill_dims(parameters.dims, [in_packets[dim] for dim in one.order])
     for name in ("loop", "loop_per_split", "positions", "splits", "tiles", "position_lanes", "loop_end"):
         setattr(parameters, name, getattr(one, name))
     parameters.loop_begin, parameters.ndim = int(one.has_position), len(extents)
-    fill_tail(parameters, extents[0], width)
+    parameters.packets, parameters.tail = in_packets[0], tail
     for k, role in enumerate(one.roles):
         parameters.role[k] = role
     slots = "".join(slot_format(operand, stored) for operand in operands) + "Q" * count
-    slots += "".join(slot_format(scalar, stored) for scalar in context.scalars)
+    slots += "".join(slot_format(option, stored) for option in context.options)
     launch = Launch(context.backend.load(variant), (one.blocks, 1), bytes(parameters), slots)
     return Pass(launch, tuple(begins), _plan_finish(context, finish))
 
 
-# What an instance for packets is compiled to do with a gradient (enum Duty). One instance for all roles would keep accumulators
+# What an instance is compiled to do with a gradient (enum Duty). One instance for all roles would keep accumulators
 # and conversions that its call does not need: on an H200 the three gradients of bfloat16 per channel fell from 82 to 66 %.
 _DUTIES = {Role.UNWANTED: "STORES", Role.EACH: "STORES", Role.COLUMN: "SUMS", Role.ALL: "SUMS", Role.ROW: "SUMS_ROWS"}
 
 
-def _duties(one: SumLayout, width: int) -> tuple[str, ...]:
-    """Return the duties of each gradient; an instance for single elements does everything."""
-    return tuple("STORES | SUMS | SUMS_ROWS" if width == 1 else _DUTIES[role] for role in one.roles)
+def _duties(one: SumLayout, general: bool) -> tuple[str, ...]:
+    """Return the duties of each gradient; the general instance does everything."""
+    return tuple("STORES | SUMS | SUMS_ROWS" if general else _DUTIES[role] for role in one.roles)
 
 
 def _ordered(strides: Ints, order: Ints) -> Ints:

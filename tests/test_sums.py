@@ -181,7 +181,8 @@ def test_blocks_share_out_the_whole_iteration(case: Case) -> None:
         assert one.order[0] == 0
         assert (one.splits - 1) * one.loop_per_split < one.loop <= one.splits * one.loop_per_split
         assert one.loop_per_split % (BLOCK // one.position_lanes * case.items) == 0, "splits would share a turn"
-        assert one.position_lanes in (1, 2, 4, 8, 16, 32)
+        assert one.position_lanes in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        assert one.position_lanes <= 32 or (case.width == 1 and Role.ROW not in one.roles), "a row would be summed across warps"
         assert (one.tiles - 1) * one.position_lanes < one.positions <= one.tiles * one.position_lanes
         assert one.positions == (packets if one.has_position else 1)
         assert one.grid * one.loop * one.positions == packets * math.prod(case.extents[1:])

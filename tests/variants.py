@@ -11,6 +11,7 @@ from cupyfused._op import Op
 from cupyfused._plan import MAX_ITEMS, MIXED, Storage
 
 NATIVE = [name for name in BY_NAME if name != "bool"]
+NUMBERS = (0.5, 1.0, 0.0)  # of backward; constants of a kernel, which differ between releases of PyTorch
 EVERYTHING = "STORES | SUMS | SUMS_ROWS"
 
 
@@ -27,9 +28,12 @@ def storages() -> Iterator[Storage]:
 def variants(op: Op) -> Iterator[Variant]:
     """Every instance of an op's forward and backward kernels."""
     for stored in storages():
-        yield from _single_elements(op, stored)
-        if stored.x != "any_dtype" and stored.packet > 1:
-            yield from _packets(op, stored)
+        yield from _general(op, stored)
+        if stored.x != "any_dtype":
+            if stored.packet > 1:
+                yield from _packets(op, stored, stored.packet, 2 if stored.packet == 8 else 1)
+            if stored.result.is_floating:
+                yield from _packets(op, stored, 1, min(stored.packet, MAX_ITEMS))
 
 
 def finishing_variants() -> Iterator[Variant]:
@@ -42,10 +46,12 @@ def _variant(
     op: Op, direction: str, stored: Storage, width: int, items: int, forms: tuple[str, ...], duties: tuple[str, ...], large: bool
 ) -> Variant:
     result: Dtype = stored.result
-    return Variant(op, direction, stored.x, stored.parameter, result.stored, result.arithmetic, width, items, forms, duties, large)
+    numbers = NUMBERS[: len(op.backward_numbers)] if direction == "backward" else ()
+    stored_as = (stored.x, stored.parameter, result.stored, result.arithmetic)
+    return Variant(op, direction, *stored_as, width, items, forms, duties, large, numbers=numbers)
 
 
-def _single_elements(op: Op, stored: Storage) -> Iterator[Variant]:
+def _general(op: Op, stored: Storage) -> Iterator[Variant]:
     inputs, items = len(op.inputs), min(stored.packet, MAX_ITEMS)
     for large in (False, True):
         yield _variant(op, "forward", stored, 1, items, ("EITHER",) * inputs, (), large)
@@ -53,15 +59,15 @@ def _single_elements(op: Op, stored: Storage) -> Iterator[Variant]:
             yield _variant(op, "backward", stored, 1, items, ("EITHER",) * inputs, (EVERYTHING,) * inputs, large)
 
 
-def _packets(op: Op, stored: Storage) -> Iterator[Variant]:
+def _packets(op: Op, stored: Storage, width: int, items: int) -> Iterator[Variant]:
     forms = ("UNIFORM", "PACKETS")
     for parameters in itertools.product(forms, repeat=len(op.inputs) - 1):
-        yield _variant(op, "forward", stored, stored.packet, 1, ("PACKETS", *parameters), (), False)
+        yield _variant(op, "forward", stored, width, items, ("PACKETS", *parameters), (), False)
     if not stored.result.is_floating or stored.x == "uint8":
         return
     for inputs in itertools.product(*(_backward_forms(op, name) for name in op.inputs)):
         for duties in itertools.product(*(_duties(op, name, form) for name, form in zip(op.inputs[1:], inputs[1:]))):
-            yield _variant(op, "backward", stored, stored.packet, 1, inputs, ("STORES", *duties), False)
+            yield _variant(op, "backward", stored, width, items if width == 1 else 1, inputs, ("STORES", *duties), False)
 
 
 def _duties(op: Op, name: str, form: str) -> tuple[str, ...]:
