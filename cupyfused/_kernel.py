@@ -2,6 +2,8 @@
 
 A kernel is compiled when it is first needed, once for an op, its dtypes and its layout class; shapes, strides and the values of
 numbers are parameters. The cubin is kept by `_cache`, keyed by everything that could change it.
+
+What only compiling and loading need is imported there: `import cupyfused` imports this file, and they take 20 ms.
 """
 
 from __future__ import annotations
@@ -9,20 +11,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import hashlib
 import importlib
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import _cache
 from .errors import CompileError, CudaError
 
 if TYPE_CHECKING:
@@ -141,6 +138,8 @@ def _each(rows: Sequence[tuple[str, ...]]) -> str:
 @functools.cache
 def cuda_text(name: str) -> str:
     """Return one file of `cuda_src`."""
+    from importlib import resources
+
     return resources.files("cupyfused.cuda_src").joinpath(name).read_text(encoding="ascii")
 
 
@@ -152,6 +151,9 @@ def import_cupy() -> ModuleType:
     """Import CuPy, or say what is missing and which command brings it."""
     if "CUPY_CACHE_DIR" not in os.environ and not _can_make("~/.cupy"):
         # `import cupy` makes this folder and dies where it cannot (FileNotFoundError or PermissionError in CuPy 14.2).
+        import shutil
+        import tempfile
+
         os.environ["CUPY_CACHE_DIR"] = private = tempfile.mkdtemp(prefix="cupyfused-cupy-")
         atexit.register(shutil.rmtree, private, ignore_errors=True)
     try:
@@ -230,6 +232,10 @@ def compile_cubin(variant: Variant, arch: str) -> bytes:
 
 def cubin(variant: Variant, arch: str) -> bytes:
     """Return the kernel's machine code, from the cache if it is there."""
+    import hashlib
+
+    from . import _cache
+
     text = "\0".join((variant.source(), *_options(arch), str(nvrtc_version())))
     key = hashlib.sha256(text.encode()).hexdigest() + ".cubin"
     code = _cache.load(key)
@@ -262,6 +268,8 @@ def raw_kernel(variant: Variant, device: int) -> Any:
     CuPy's own compilation is the public way behind ours. It costs an empty program's compilation a process (50 ms), caches by
     a key of its own, and flushes float32 subnormals to zero (`-ftz=true`, which it adds after our options).
     """
+    import tempfile
+
     cupy = import_cupy()
     if os.environ.get("CUPYFUSED_COMPILER") == "cupy":
         return cupy.RawModule(code=variant.source(), options=("--std=c++17",)).get_function(variant.kernel_name)
