@@ -19,7 +19,6 @@ from cupyfused._op import Op
 from cupyfused._plan import Backend, Described, map_plan, storage
 from cupyfused._sum_plan import sum_plan
 from cupyfused._variants import storages, table
-from cupyfused.errors import CudaError
 from cupyfused.ops import fused_scale_bias, fused_scale_bias_clamp
 
 OPS = (fused_scale_bias.OP, fused_scale_bias_clamp.OP)
@@ -28,17 +27,7 @@ F32 = BY_NAME["float32"]
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
-def _nvrtc_is_there() -> bool:
-    try:
-        return _kernel.nvrtc_version() >= (12, 0)
-    except CudaError:
-        return False
-
-
-needs_nvrtc = pytest.mark.skipif(not _nvrtc_is_there(), reason="NVRTC comes with pip install 'cupyfused[cuda13]'")
-
-
-@needs_nvrtc
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("direction", ["forward", "backward", "sum_partials"])
 def test_every_variant_compiles_for_every_architecture(direction: str, arch: str) -> None:
