@@ -14,7 +14,6 @@ from . import _kernel
 from ._dtypes import BY_NAME, Dtype
 from ._kernel import Variant
 from ._op import OPS, Op
-from ._variants import table
 from .errors import CupyfusedError, OperandError, message
 
 __all__ = ["DTYPES", "Warmed", "warmup"]
@@ -88,10 +87,12 @@ def warmup(
     >>> warmed.compiled + warmed.found
     8
     """
-    from . import _cache
+    from . import _cache, _variants
 
+    if jobs < 1:
+        raise OperandError(message("warmup", "jobs", expected="a positive number", got=f"{jobs}", remedy="Leave it out for one."))
     _kernel.nvrtc_version()  # what is missing is said first
-    variants = table(_named_ops(ops), _named_dtypes(dtypes), large)
+    variants = _variants.table(_named_ops(ops), _named_dtypes(dtypes), large)
     entries = {_kernel.cache_key(variant, one): (variant, one) for one in _architectures(arch) for variant in variants}
     missing = {key: entry for key, entry in entries.items() if _cache.load(key) is None}
     bar = _bar(len(missing)) if progress and missing else contextlib.nullcontext(lambda: None)
@@ -109,13 +110,20 @@ def warmup(
 # ---- arguments ----------------------------------------------------------------------------------------------------------
 
 
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+def _listed(argument: str, value: Any) -> list[Any]:
+    listed = list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+    if not listed:
+        raise OperandError(message("warmup", argument, expected="one at least", got="none", remedy="Leave it out for the default."))
+    return listed
 
 
 def _named_ops(ops: Any) -> list[Op]:
     known = {op.name: op for op in OPS}
-    names = list(known) if ops is None else [one if isinstance(one, str) else getattr(one, "__name__", one) for one in _listed(ops)]
+    names = (
+        list(known)
+        if ops is None
+        else [one if isinstance(one, str) else getattr(one, "__name__", one) for one in _listed("ops", ops)]
+    )
     for name in names:
         if name not in known:
             remedy = "Leave it out for all of them."
@@ -124,7 +132,9 @@ def _named_ops(ops: Any) -> list[Op]:
 
 
 def _named_dtypes(dtypes: Any) -> list[Dtype]:
-    names = {str(one).rpartition(".")[2]: one for one in _listed(dtypes)}  # torch.float32 and NumPy's dtypes are printed so
+    names = {
+        str(one).rpartition(".")[2]: one for one in _listed("dtypes", dtypes)
+    }  # torch.float32 and NumPy's dtypes are printed so
     for name, one in names.items():
         if name not in BY_NAME:
             remedy = "Name those of your arrays."
@@ -137,7 +147,7 @@ def _architectures(arch: Any) -> list[str]:
     if arch is None:
         return list(dict.fromkeys(_kernel.architecture(one) for one in _capabilities()))
     found = []
-    for one in _listed(arch):
+    for one in _listed("arch", arch):
         parsed = re.fullmatch(r"sm_(\d{2,3})", one) if isinstance(one, str) else None
         if parsed is None:
             remedy = "`python -m cupyfused doctor` prints that of a GPU."

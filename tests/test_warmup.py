@@ -132,6 +132,8 @@ def test_without_a_gpu_an_architecture_is_asked_for(monkeypatch: pytest.MonkeyPa
         ({"dtypes": "complex64"}, "dtypes: expected of bool, .*got 'complex64'"),
         ({"arch": "90"}, "arch: expected names such as 'sm_90', got '90'"),
         ({"arch": ["sm_90", 80]}, "arch: .*got 80"),
+        ({"dtypes": []}, "dtypes: expected one at least"),
+        ({"jobs": 0}, "jobs: expected a positive number, got 0"),
     ],
 )
 def test_arguments_that_do_not_exist(wrong: dict[str, Any], told: str, compiled: Compiled) -> None:
@@ -148,9 +150,9 @@ def test_an_architecture_that_nvrtc_does_not_know(compiled: Compiled) -> None:
 def test_a_folder_that_cannot_be_written(folder: Path, compiled: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
     folder.write_text("in the way")
     with pytest.raises(cupyfused.CupyfusedError, match="CUPYFUSED_CACHE_DIR"):
-        cupyfused.warmup(arch="sm_90")
+        cupyfused.warmup(SMALL[0], arch="sm_90")
     assert len(compiled) == 1, "the first that cannot be kept ends it"
-    assert main(["warmup", "--arch", "sm_90", "--jobs", "1"]) == 1
+    assert main(["warmup", "--arch", "sm_90", "--op", SMALL[0], "--jobs", "1"]) == 1
     assert "CUPYFUSED_CACHE_DIR" in capsys.readouterr().err
 
 
@@ -170,10 +172,10 @@ def test_without_nvrtc_the_command_says_so_in_one_line(monkeypatch: pytest.Monke
 
 def test_progress_without_rich(compiled: Compiled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert main(["warmup", "--arch", "sm_90", "--dtype", "float32", "--jobs", "1"]) == 0
+    assert main(["warmup", "--arch", "sm_90", "--op", SMALL[0], "--dtype", "float32", "--jobs", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "7 of 65 kernels compiled" in lines and "65 of 65 kernels compiled" in lines
-    assert len(lines) <= 12 and lines[-1].startswith("65 kernels compiled in ")
+    assert "3 of 28 kernels compiled" in lines and "28 of 28 kernels compiled" in lines
+    assert len(lines) <= 12 and lines[-1].startswith("28 kernels compiled in ")
 
 
 def test_progress_with_rich(compiled: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
