@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,8 +13,6 @@ from ._dtypes import BY_NAME
 from .errors import CupyfusedError
 
 __all__ = ["main"]
-
-_MAX_JOBS = 16  # processes that compile unless more are asked for: each imports CuPy, which a wide machine need not do 100 times
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,8 +74,6 @@ def _add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     names = [op.name for op in _op.OPS]
     warmup.add_argument("--op", nargs="+", choices=names, metavar="NAME", help=f"Of {' '.join(names)} (default: all).")
     warmup.add_argument("--large", action="store_true", help="Kernels for more than 2^31 elements too.")
-    jobs = min(_MAX_JOBS, os.cpu_count() or 1)
-    warmup.add_argument("--jobs", type=_positive, default=jobs, metavar="N", help="Processes that compile (default: %(default)s).")
     warmup.set_defaults(command=_fill_cache)
 
 
@@ -111,9 +106,7 @@ def _fill_cache(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     try:
         print(f"kernel cache: {_cache.folder()}")
-        warmed = _warmup.warmup(
-            options.op, dtypes=options.dtype, arch=options.arch, large=options.large, jobs=options.jobs, progress=True
-        )
+        warmed = _warmup.warmup(options.op, dtypes=options.dtype, arch=options.arch, large=options.large, progress=True)
     except (CupyfusedError, OSError) as error:  # OSError: no home folder to put the cache in
         print(error, file=sys.stderr)
         return 1

@@ -33,7 +33,6 @@ __all__ = [
     "architecture",
     "cache_key",
     "compile_cubin",
-    "compile_text",
     "cubin",
     "cuda_text",
     "import_cupy",
@@ -217,14 +216,9 @@ def _options(arch: str) -> tuple[str, ...]:
 
 def compile_cubin(variant: Variant, arch: str) -> bytes:
     """Compile with NVRTC; needs no GPU and no driver. Forward takes 0.1 to 0.2 s, backward 0.3 to 0.5, on a slow core."""
-    return compile_text(variant.source(), variant.kernel_name, variant.describe(), arch)
-
-
-def compile_text(source: str, name: str, described: str, arch: str) -> bytes:
-    """Compile a kernel given as text, which another process can be handed."""
     nvrtc = _nvrtc()
     options = _options(arch)
-    program = nvrtc.createProgram(source, f"{name}.cu", (), ())
+    program = nvrtc.createProgram(variant.source(), f"{variant.kernel_name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, options)
         return bytes(nvrtc.getCUBIN(program)) + b"\0"  # CuPy 14.2 takes the last byte, a zero, for the end of a string
@@ -232,7 +226,7 @@ def compile_text(source: str, name: str, described: str, arch: str) -> bytes:
         log = nvrtc.getProgramLog(program)
         major, minor = nvrtc_version()
         raise CompileError(
-            f"{described} does not compile for {arch} with NVRTC {major}.{minor}, options {' '.join(options)}:\n{log}"
+            f"{variant.describe()} does not compile for {arch} with NVRTC {major}.{minor}, options {' '.join(options)}:\n{log}"
         ) from error
     finally:
         nvrtc.destroyProgram(program)

@@ -35,7 +35,6 @@ def warmup(
     dtypes: Any = DTYPES,
     arch: str | Sequence[str] | None = None,
     large: bool = False,
-    jobs: int = 1,
     progress: bool = False,
 ) -> Warmed:
     """Compile every kernel that calls of these ops with these dtypes can ask for, and keep them in the cache.
@@ -51,9 +50,6 @@ def warmup(
     large
         Whether to compile also for arrays of more than 2^31 elements, strides as wide, or more than 8 dims that cannot be
         walked as one.
-    jobs
-        Processes that compile; NVRTC compiles one kernel at a time in each. More than one are started by `multiprocessing`, so a
-        script that asks for them needs its `if __name__ == "__main__":`.
     progress
         Whether to draw a progress bar, or without rich to print a line now and then.
 
@@ -89,14 +85,12 @@ def warmup(
     """
     from . import _cache, _variants
 
-    if jobs < 1:
-        raise OperandError(message("warmup", "jobs", expected="a positive number", got=f"{jobs}", remedy="Leave it out for one."))
     _kernel.nvrtc_version()  # what is missing is said first
     variants = _variants.table(_named_ops(ops), _named_dtypes(dtypes), large)
     entries = {_kernel.cache_key(variant, one): (variant, one) for one in _architectures(arch) for variant in variants}
     missing = {key: entry for key, entry in entries.items() if _cache.load(key) is None}
     bar = _bar(len(missing)) if progress and missing else contextlib.nullcontext(lambda: None)
-    with contextlib.closing(_compiled(missing, jobs)) as compiled, bar as advance:
+    with contextlib.closing(_compiled(missing)) as compiled, bar as advance:
         for key, code in compiled:
             try:
                 _cache.write(key, code)
@@ -174,27 +168,17 @@ def _capabilities() -> list[int]:
 # ---- compiling ----------------------------------------------------------------------------------------------------------
 
 
-def _compiled(missing: Mapping[str, tuple[Variant, str]], jobs: int) -> Generator[tuple[str, bytes], None, None]:
+def _compiled(missing: Mapping[str, tuple[Variant, str]]) -> Generator[tuple[str, bytes], None, None]:
     """Compile each entry and yield its key and code, in whatever order they are done."""
-    jobs = min(jobs, len(missing))
-    if jobs < 2:
-        for key, (variant, arch) in missing.items():
-            yield key, _kernel.compile_cubin(variant, arch)
-        return
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from multiprocessing import get_context
+    from concurrent.futures import ThreadPoolExecutor, as_completed
 
-    # Threads would wait for each other inside NVRTC. Spawned: a fork of a process that has used CUDA cannot use it.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        try:
-            keys = {
-                pool.submit(_kernel.compile_text, variant.source(), variant.kernel_name, variant.describe(), arch): key
-                for key, (variant, arch) in missing.items()
-            }
-            for done in as_completed(keys):
-                yield keys[done], done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ThreadPoolExecutor()  # CuPy lets other threads run while NVRTC compiles, and NVRTC takes several programs at once
+    try:
+        keys = {pool.submit(_kernel.compile_cubin, variant, arch): key for key, (variant, arch) in missing.items()}
+        for done in as_completed(keys):
+            yield keys[done], done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
