@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._config import show_config
 from ._settings import set_compile_mode
+from ._warmup import warmup
 from .errors import CompileError, CudaError, CupyfusedError, DtypeError, OperandError
 from .ops.fused_scale_bias import fused_scale_bias
 from .ops.fused_scale_bias_clamp import fused_scale_bias_clamp
@@ -35,6 +36,7 @@ __all__ = [
     "fused_scale_bias_clamp",
     "set_compile_mode",
     "show_config",
+    "warmup",
 ]
 
 

@@ -1,13 +1,15 @@
-"""python -m cupyfused demo | doctor."""
+"""python -m cupyfused demo | doctor | warmup."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import __version__, _config
+from . import __version__, _cache, _config, _op, _warmup
+from ._dtypes import BY_NAME
 from .errors import CupyfusedError
 
 __all__ = ["main"]
@@ -41,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_demo(commands)
     _add_doctor(commands)
+    _add_warmup(commands)
     return parser
 
 
@@ -59,6 +62,19 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     told = "Print what is installed, which path each kind of array takes, and the command that mends what is missing."
     doctor = commands.add_parser("doctor", help=told, description=f"{told} Exit code 1 if CUDA kernels cannot run.")
     doctor.set_defaults(command=_doctor)
+
+
+def _add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    told = "Compile the kernels that calls will ask for, and keep them in the cache; needs no GPU."
+    warmup = commands.add_parser("warmup", help=told, description=f"{told} Exit code 1 if NVRTC or a writable folder is missing.")
+    gpus = "GPU architectures such as sm_90 (default: those of the GPUs here)."
+    warmup.add_argument("--arch", nargs="+", metavar="ARCH", help=gpus)
+    arrays = f"Dtypes of the arrays, in any combination (default: {' '.join(_warmup.DTYPES)})."
+    warmup.add_argument("--dtype", nargs="+", choices=list(BY_NAME), default=_warmup.DTYPES, metavar="DTYPE", help=arrays)
+    names = [op.name for op in _op.OPS]
+    warmup.add_argument("--op", nargs="+", choices=names, metavar="NAME", help=f"Of {' '.join(names)} (default: all).")
+    warmup.add_argument("--large", action="store_true", help="Kernels for more than 2^31 elements too.")
+    warmup.set_defaults(command=_fill_cache)
 
 
 def _positive(text: str) -> int:
@@ -84,6 +100,18 @@ def _demo(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     _config.show_config()
     return 0 if _config.diagnose(_config.gather()).kernels_run else 1
+
+
+def _fill_cache(options: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    try:
+        print(f"kernel cache: {_cache.folder()}")
+        warmed = _warmup.warmup(options.op, dtypes=options.dtype, arch=options.arch, large=options.large, progress=True)
+    except (CupyfusedError, OSError) as error:  # OSError: no home folder to put the cache in
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{warmed.compiled} kernels compiled in {time.perf_counter() - start:.1f} s, {warmed.found} were there already")
+    return 0
 
 
 if __name__ == "__main__":

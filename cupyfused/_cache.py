@@ -1,6 +1,6 @@
 """Where compiled kernels live on disk: one folder a user, written atomically, checked when read.
 
-Nothing here raises for a disk that is full, read-only, shared or gone: the kernel is then kept in memory only, with one warning.
+For a disk that is full, read-only, shared or gone only `write` raises: calls keep the kernel in memory then, with one warning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["folder", "is_writable", "load", "store"]
+__all__ = ["folder", "is_writable", "load", "store", "write"]
 
 ENVIRONMENT_VARIABLE = "CUPYFUSED_CACHE_DIR"
 _DIGEST_BYTES = 32
@@ -60,7 +60,15 @@ def load(key: str) -> bytes | None:
 
 
 def store(key: str, value: bytes) -> None:
-    """Keep `value` under `key` for later processes; a reader sees all of it or nothing."""
+    """Keep `value` under `key` for later processes if that can be."""
+    try:
+        write(key, value)
+    except OSError as error:
+        _warn_once(error)
+
+
+def write(key: str, value: bytes) -> None:
+    """Keep `value` under `key`, or raise OSError; a reader sees all of it or nothing."""
     temporary = None
     try:
         _prepare_folder()
@@ -68,11 +76,11 @@ def store(key: str, value: bytes) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(_digest(key, value) + value)
         os.replace(temporary, folder() / key)
-    except OSError as error:
+    except OSError:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 Path(temporary).unlink()
-        _warn_once(error)
+        raise
 
 
 def _digest(key: str, value: bytes) -> bytes:

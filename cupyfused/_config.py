@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -143,7 +142,9 @@ def _split(number: int) -> Version:
 
 
 def _cupy_distributions() -> tuple[str, ...]:
-    names = {(one.metadata["Name"] or "").lower().replace("_", "-") for one in importlib.metadata.distributions()}
+    from importlib import metadata  # takes 40 ms, and `import cupyfused` imports this file
+
+    names = {(one.metadata["Name"] or "").lower().replace("_", "-") for one in metadata.distributions()}
     return tuple(sorted(name for name in names if re.fullmatch(r"cupy(-cuda\d+x?|-rocm.*)?", name)))
 
 

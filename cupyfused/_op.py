@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -109,6 +108,8 @@ class Op:
         """Return the backward numbers for options given as tensors or as numbers."""
         # Not before the first backward: the probe starts autograd's threads, those start the driver, and then no fork can use CUDA.
         if as_tensors not in self.known_rules:
+            from concurrent.futures import ThreadPoolExecutor
+
             # In a thread of its own no mode, transform or tracer of the caller sees what is probed.
             with ThreadPoolExecutor(1) as thread:
                 self.known_rules[as_tensors] = thread.submit(self.rules, as_tensors).result()

@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 from targets import CUDA, HOST, REFERENCE, Target
 
+from cupyfused import _kernel
+from cupyfused.errors import CudaError
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,6 +33,7 @@ pytest.register_assert_rewrite(
 )
 
 NO_DEVICE = "no CUDA device"
+NO_NVRTC = "NVRTC comes with pip install 'cupyfused[cuda13]'"
 collect_ignore_glob: list[str] = []
 try:
     import torch as _torch
@@ -44,6 +48,15 @@ else:
 def has_cuda() -> bool:
     """Whether the tests marked gpu can run."""
     return "torch" in sys.modules and bool(_torch.cuda.is_available())
+
+
+@functools.cache
+def has_nvrtc() -> bool:
+    """Whether kernels can be compiled, which needs no GPU."""
+    try:
+        return _kernel.nvrtc_version() >= (12, 0)
+    except CudaError:
+        return False
 
 
 # ---- the session --------------------------------------------------------------------------------------------------------
@@ -74,6 +87,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not has_cuda():
             item.add_marker(pytest.mark.skip(reason=NO_DEVICE))
+        if item.name == "cupyfused._warmup.warmup" and not has_nvrtc():  # its doctest
+            item.add_marker(pytest.mark.skip(reason=NO_NVRTC))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -98,6 +113,13 @@ def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
     if one is HOST:
         monkeypatch.setattr("cupyfused._op.cpu_impl", "host")  # so that calls without impl= run the kernels too
     return one
+
+
+@pytest.fixture
+def nvrtc() -> None:
+    """Skip a test that compiles where nothing can be compiled."""
+    if not has_nvrtc():
+        pytest.skip(NO_NVRTC)
 
 
 @pytest.fixture

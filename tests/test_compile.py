@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from variants import NUMBERS, finishing_variants, variants
 
+import cupyfused
 from cupyfused import _kernel
-from cupyfused._dtypes import BY_NAME, Rank, Typed, fold_types
+from cupyfused._dtypes import BY_NAME, DTYPES, Rank, Typed, fold_types
+from cupyfused._launch import Launcher
 from cupyfused._layout import Strided, broadcast_shapes, broadcast_strides, contiguous_strides
+from cupyfused._op import Op
 from cupyfused._plan import Backend, Described, map_plan, storage
 from cupyfused._sum_plan import sum_plan
-from cupyfused.errors import CudaError
+from cupyfused._variants import storages, table
 from cupyfused.ops import fused_scale_bias, fused_scale_bias_clamp
 
 OPS = (fused_scale_bias.OP, fused_scale_bias_clamp.OP)
-TABLE = [*(variant for op in OPS for variant in variants(op)), *finishing_variants()]
+
+
+def _numbers(op: Op) -> tuple[float, ...]:
+    """Numbers of backward: constants of a kernel, which differ between releases of PyTorch."""
+    return (0.5, 1.0, 0.0)[: len(op.backward_numbers)]
+
+
+TABLE = table(OPS, DTYPES, _numbers, large=True)
+F32 = BY_NAME["float32"]
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
-def _nvrtc_is_there() -> bool:
-    try:
-        return _kernel.nvrtc_version() >= (12, 0)
-    except CudaError:
-        return False
-
-
-needs_nvrtc = pytest.mark.skipif(not _nvrtc_is_there(), reason="NVRTC comes with pip install 'cupyfused[cuda13]'")
-
-
-@needs_nvrtc
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("direction", ["forward", "backward", "sum_partials"])
 def test_every_variant_compiles_for_every_architecture(direction: str, arch: str) -> None:
@@ -46,6 +47,22 @@ def test_the_table_names_each_instance_once() -> None:
     assert len(set(TABLE)) == len(TABLE)
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["float32"], {("float32", "float32")}),
+        (["int32"], {("int32", "int32"), ("any_dtype", "float32")}),  # beside a floating number
+        (["bool"], {("any_dtype", "bool"), ("any_dtype", "int64"), ("any_dtype", "float32")}),
+        (
+            ["bfloat16", "float32"],
+            {(x, result) for x in ("bfloat16", "any_dtype") for result in ("bfloat16", "float32")} | {("float32", "float32")},
+        ),
+    ],
+)
+def test_storages_are_those_that_calls_can_have(names: list[str], expected: set[tuple[str, str]]) -> None:
+    assert {(one.x, one.result.name) for one in storages([BY_NAME[name] for name in names])} == expected
+
+
 # ---- no plan leaves the table -------------------------------------------------------------------------------------------
 
 
@@ -56,9 +73,9 @@ class _Recorder:
         self.asked: set[_kernel.Variant] = set()
         self.backend = Backend("recorder", self._load, 132)
 
-    def _load(self, variant: _kernel.Variant) -> object:
+    def _load(self, variant: _kernel.Variant) -> Launcher:
         self.asked.add(variant)
-        return None
+        return lambda grid, buffer, stream: None
 
 
 @st.composite
@@ -80,9 +97,13 @@ def test_plans_ask_only_for_instances_of_the_table(data: st.DataObject) -> None:
     inputs = [data.draw(_array(shape)) for _ in op.inputs]
     if data.draw(st.booleans()):
         inputs[2] = Described(BY_NAME["float32"])
-    options = [Described(BY_NAME["float32"])] * len(op.options)
-    typed = [[Typed(one.dtype, Rank.ARRAY if one.array else Rank.NUMBER) for one in part] for part in (inputs, options)]
+    has_options = bool(op.options) and data.draw(st.booleans())
+    options = [Described(BY_NAME["float32"]) if has_options else Described()] * len(op.options)
+    typed = [
+        [Typed(one.dtype, Rank.ARRAY if one.array else Rank.NUMBER) for one in part if one.dtype] for part in (inputs, options)
+    ]
     result = fold_types(*typed)
+    assume(op.takes_bool or result.name != "bool")  # refused before there is a plan
     whole = broadcast_shapes([one.array.shape for one in inputs if one.array])
     assert whole is not None
     recorder = _Recorder()
@@ -90,26 +111,70 @@ def test_plans_ask_only_for_instances_of_the_table(data: st.DataObject) -> None:
     map_plan(op, whole, [y, *inputs, *options], recorder.backend)
     if result.is_floating and math.prod(whole):
         wanted = [data.draw(st.booleans()) and one.array is not None for one in inputs]
-        saved = op.saved(wanted, bool(options))
+        saved = op.saved(wanted, has_options)
         present = [one if name in saved else Described() for name, one in zip(op.inputs, inputs)]
         gradients = [
             Described(one.dtype, Strided(one.array.shape, contiguous_strides(one.array.shape))) if asked and one.array else None
             for one, asked in zip(inputs, wanted)
         ]
         grad_out = y._replace(array=Strided(whole, broadcast_strides(data.draw(_array(whole)).array or Strided((), ()), whole)))
-        numbers = NUMBERS[: len(op.backward_numbers)]
-        sum_plan(op, whole, [grad_out, *present], options, numbers, gradients, storage(inputs, result), recorder.backend)
+        sum_plan(op, whole, [grad_out, *present], options, _numbers(op), gradients, storage(inputs, result), recorder.backend)
     assert recorder.asked <= set(TABLE), [variant.describe() for variant in recorder.asked - set(TABLE)]
 
 
-def test_shapes_and_numbers_do_not_make_instances() -> None:
-    """200 random shapes of one layout class ask for one instance each way."""
-    random = np.random.default_rng()
-    op, recorder = fused_scale_bias_clamp.OP, _Recorder()
-    number, f32 = Described(BY_NAME["float32"]), BY_NAME["float32"]
-    for _ in range(200):
-        shape = (int(random.integers(2, 50)), int(random.integers(2, 50)), 4 * int(random.integers(1, 50)))
-        x = Described(f32, Strided(shape, contiguous_strides(shape)))
-        channel = Described(f32, Strided((shape[1], 1), (1, 1)))
-        map_plan(op, shape, [x, x, channel, channel, number, number], recorder.backend)
-    assert len(recorder.asked) == 1
+PATTERNS = list(itertools.product((False, True), repeat=3))
+
+
+def _planned(op: Op, inputs: list[Described], has_options: bool, backend: Backend) -> None:
+    """Plan forward and, for every choice of gradients, backward, as a call without gaps would."""
+    shape = broadcast_shapes([one.array.shape for one in inputs if one.array])
+    assert shape is not None
+    y, number = Described(F32, Strided(shape, contiguous_strides(shape))), Described(F32)
+    options = [number if has_options else Described()] * len(op.options)
+    map_plan(op, shape, [y, *inputs, *options], backend)
+    for wanted in PATTERNS[1:]:
+        saved = op.saved(wanted, has_options)
+        present = [one if name in saved else Described() for name, one in zip(op.inputs, inputs)]
+        gradients = [one if asked else None for one, asked in zip(inputs, wanted)]
+        sum_plan(op, shape, [y, *present], options, _numbers(op), gradients, storage(inputs, F32), backend)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_plans_ask_for_every_instance_of_the_table(op: Op) -> None:
+    """What no call asks for would be compiled ahead for nothing."""
+    recorder = _Recorder()
+    for shape in ((4, 500, 600), (600, 500, 4), (4, 500, 601), (600, 501, 3), (5, 3)):
+        own = [tuple(extent if kept else 1 for extent, kept in zip(shape, pattern)) for pattern in PATTERNS]
+        arrays = [Described(F32, Strided(one, contiguous_strides(one))) for one in (shape, *own)]
+        for scale, bias, has_options in itertools.product(arrays, arrays, (False, True)):
+            _planned(op, [arrays[0], scale, bias], has_options and bool(op.options), recorder.backend)
+    assert set(table([op], [F32], _numbers, large=False)) == recorder.asked
+
+
+# For parameters of these shapes, the ways in which a backward pass may divide their sums: the shape chooses among them.
+LAYOUTS = {
+    "of each element": (slice(0, 3), {"STORES"}),
+    "of each channel": (slice(1, 2), {"SUMS", "SUMS_ROWS"}),
+    "of the last dim": (slice(2, 3), {"SUMS"}),
+}
+
+
+@pytest.mark.parametrize("parameters", LAYOUTS)
+def test_shapes_and_numbers_make_no_instances(monkeypatch: pytest.MonkeyPatch, parameters: str) -> None:
+    """200 random shapes of one layout class, with other bounds each time, ask for one kernel forward and one a duty backward."""
+    torch = pytest.importorskip("torch")
+    recorder, random = _Recorder(), np.random.default_rng()
+    monkeypatch.setattr("cupyfused._host.backend", recorder.backend)
+    monkeypatch.setattr(fused_scale_bias_clamp.OP, "calls", {})  # the plans of this test launch nothing
+    own, duties = LAYOUTS[parameters]
+    for rows, channels, columns in random.integers(2, 20, (200, 3)).tolist():
+        x = torch.empty((rows, channels, 4 * columns), requires_grad=True)
+        shape = [extent if dim in range(3)[own] else 1 for dim, extent in enumerate(x.shape)]
+        scale, bias = (torch.empty(shape, requires_grad=True) for _ in range(2))
+        y = cupyfused.fused_scale_bias_clamp(x, scale, bias, -random.random(), random.random(), impl="host")
+        torch.autograd.grad(y, (x, scale, bias), torch.empty_like(y))
+    asked = {direction: [one for one in recorder.asked if one.direction == direction] for direction in ("forward", "backward")}
+    assert len(asked["forward"]) == 1
+    assert {one.duties for one in asked["backward"]} <= {("STORES", duty, duty) for duty in duties}
+    assert 1 <= len(asked["backward"]) <= len(duties)
+    assert len(recorder.asked) <= 1 + len(duties) + 1, "and one that finishes sums"

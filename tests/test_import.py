@@ -111,6 +111,24 @@ def test_neither_import_nor_numpy_calls_load_torch_or_cupy(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir()), "an import writes nothing where it stands"
 
 
+def test_an_import_loads_nothing_heavy(tmp_path: Path) -> None:
+    """What only a compilation or a report needs is imported by it; much of Python itself takes tens of milliseconds."""
+    program = """
+        import sys, numpy
+        before = set(sys.modules)
+        import cupyfused
+        print(*sorted(set(sys.modules) - before))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]  # without the prelude, which imports much itself
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    new = set(done.stdout.split())
+    assert {"cupyfused", "cupyfused._plan"} <= new
+    foreign = {name for name in new if name.partition(".")[0] not in {*sys.stdlib_module_names, "cupyfused", "numpy", "org"}}
+    assert not foreign  # "org" is tried by the copy module, for Jython
+    heavy = {"asyncio", "concurrent.futures", "email", "hashlib", "importlib.metadata", "importlib.resources", "logging"}
+    assert not new & (heavy | {"multiprocessing", "shutil", "socket", "subprocess", "tempfile", "zipfile"})
+
+
 def test_an_import_makes_no_folder(tmp_path: Path) -> None:
     run("import cupyfused; check_numpy()", tmp_path, CUPYFUSED_CACHE_DIR=str(tmp_path / "cache"), HOME=str(tmp_path / "home"))
     assert not list(tmp_path.iterdir())
