@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
-import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +15,6 @@ import pytest
 
 from cupyfused import __main__, __version__, _config, _kernel
 from cupyfused._config import Driver
-from cupyfused.errors import OperandError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
@@ -30,9 +25,7 @@ from cupyfused.bench import (  # noqa: E402
     cases,
     first_result,
     peers,
-    pictures,
     ready,
-    report,
     results,
     run,
     sections,
@@ -40,7 +33,7 @@ from cupyfused.bench import (  # noqa: E402
     tutorial,
     values,
 )
-from cupyfused.bench.results import FORWARD, TRAINING, Absent, Timing  # noqa: E402
+from cupyfused.bench.results import FORWARD, Absent, Timing  # noqa: E402
 
 needs_compiler = pytest.mark.skipif(bool(tutorial.no_loop()), reason="the loop is built by a C++ compiler")
 
@@ -52,7 +45,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Any:
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sections, "ELEMENTS", 1000)
     return sections.Plan("there is no NVIDIA driver", True, 2**20, tmp_path, lambda text: None)
 
 
@@ -113,7 +107,7 @@ def test_right_values_pass_in_every_layout_and_dtype(layout: Any, dtype: Any) ->
 
 
 def test_layouts_lie_in_memory_as_they_say() -> None:
-    made = {layout.memory: cases.operands(layout, 2**22, torch.float32, "cpu")[0] for layout in cases.LAYOUTS}
+    made = {layout.memory: cases.operands(layout, 2**20, torch.float32, "cpu")[0] for layout in cases.LAYOUTS}
     assert made["channels last"].is_contiguous(memory_format=torch.channels_last)
     assert made["transposed"].stride()[0] == 1
     assert made["crop"].stride(0) > made["crop"].shape[1]
@@ -206,88 +200,6 @@ def test_runs_alternate_and_begin_with_each_call_in_turn() -> None:
     assert order[-8:] == ["a", "b", "b", "a", "a", "b", "b", "a"]
 
 
-# ---- results ------------------------------------------------------------------------------------------------------------
-
-
-def made_results() -> Any:
-    """Return a whole run of plausible numbers, as a GPU would give them."""
-    timings = []
-    three = {"composed torch": 3.1, "torch.compile": 1.2, "cupyfused": 1.04}
-    for dtype, layout, (peer, times), step in itertools.product(
-        ("float32", "bfloat16"), cases.LAYOUTS, three.items(), (FORWARD, TRAINING)
-    ):
-        moved = 2**30 * (1 if step == FORWARD else 3)
-        floor = moved / 4.2e12
-        timings.append(Timing("layouts", layout.name, peer, step, floor * times, "", dtype, 2**27, moved, floor))
-    for exponent, case, (peer, times), step in itertools.product(
-        range(10, 23, 2), ("eager", "CUDA graph"), three.items(), (FORWARD, TRAINING)
-    ):
-        least = {"composed torch": 25e-6, "torch.compile": 12e-6, "cupyfused": 15e-6}[peer]
-        timings.append(Timing("latency", case, peer, step, least + times * 2**exponent * 3e-12, elements=2**exponent))
-    for k, peer in enumerate(peers.ON_GPU):
-        for step, elements in itertools.product((FORWARD, TRAINING), (2**20, 2**27)):
-            floor = elements * 12 / 4.2e12
-            case = f"{elements:,} elements"
-            timings.append(Timing("peers", case, peer.name, step, floor * (1.1 + k / 4), "", "float32", elements, 1, floor))
-    for k, peer in enumerate((*peers.ON_GPU, *peers.ON_CPU)):
-        timings.append(Timing("peers", "1,048,576 elements", peer.name, sections.WALL, 2e-5 * 1.7**k, elements=2**20))
-        timings.append(Timing("peers", sections.FRESH, peer.name, "first result", 0.3 * k, elements=2**20))
-    timings.append(Timing("cpu", "NumPy", "NumPy", FORWARD, 1e-5, elements=1024))
-    timings.append(Timing("host", "1,024 elements", "torch.add", "no gradient", 7e-6, elements=1024))
-    timings.append(Timing("cold", "import", "NumPy", "import", 0.1))
-    timings.append(Timing("peers", "1,048,576 elements", "a wrong one", FORWARD, problem="the result is off by 0.5"))
-    machine, versions = {"GPU": "NVIDIA H200, 140 GiB", "processor": "a processor"}, {"PyTorch": "2.11.0"}
-    absent = [Absent("Triton by hand", "Triton is not installed")]
-    return results.Results("python -m cupyfused bench", "2026-01-01T00:00:00+00:00", machine, versions, timings, absent)
-
-
-def test_json_keeps_everything(tmp_path: Path) -> None:
-    made = made_results()
-    results.save(made, tmp_path / "bench.json")
-    assert results.load(tmp_path / "bench.json") == made
-    fields = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
-    assert set(fields) == {"schema", *(field.name for field in dataclasses.fields(results.Results))}
-    fields["schema"] = 0
-    (tmp_path / "old.json").write_text(json.dumps(fields), encoding="utf-8")
-    with pytest.raises(OperandError, match="schema 1"):
-        results.load(tmp_path / "old.json")
-
-
-def test_pictures_are_drawn_of_all_that_was_measured(tmp_path: Path) -> None:
-    drawn = pictures.draw(made_results(), tmp_path)
-    assert {path.name for path in drawn} == {
-        *("roofline-float32.png", "roofline-bfloat16.png", "sizes.png", "sizes-cpu.png", "peers.png")
-    }
-    for path in drawn:
-        with image.open(path) as opened:
-            assert opened.format == "PNG"
-            assert min(opened.size) > 300
-
-
-def test_without_results_there_are_no_pictures(tmp_path: Path) -> None:
-    empty = dataclasses.replace(made_results(), timings=[])
-    assert pictures.draw(empty, tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("ours", "other", "first"),
-    [([1, 1, 1], [2, 2, 2], 1), ([3, 2, 1], [2, 2, 2], 2), ([3, 3, 3], [2, 2, 2], None), ([1, 3, 1], [2, 2, 2], 4)],
-)
-def test_the_crossover_is_where_ours_stays_ahead(ours: list[float], other: list[float], first: int | None) -> None:
-    sizes = (1, 2, 4)
-    assert pictures.crossover(dict(zip(sizes, ours)), dict(zip(sizes, other))) == first
-
-
-def test_tables_name_the_absent_and_the_wrong() -> None:
-    import rich.console
-
-    console = rich.console.Console(record=True, width=120, file=io.StringIO())
-    report.print_results(made_results(), console)
-    printed = console.export_text()
-    for expected in ("Triton by hand: Triton is not installed", "off by 0.5", "96% / 96%", "AdaLN", "CUDA graph", "first result"):
-        assert expected in printed
-
-
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +241,17 @@ def test_a_section_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.C
     assert __main__.main(["bench", "--only", "cpu,speed", "--output", str(tmp_path)]) == 1
     assert "speed" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_readme_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert "`python -m cupyfused bench`" in readme
+    assert "`--quick`" in readme
+    with pytest.raises(SystemExit, match="0"):
+        __main__.main(["bench", "--help"])
+    printed = capsys.readouterr().out
+    assert "--quick" in printed
+    assert all(name in printed for name in sections.SECTIONS)
 
 
 @pytest.mark.gpu

@@ -31,8 +31,8 @@ class Layout(NamedTuple):
 
 
 FLAT = Layout("bias of full size, 0-dim scale", (-1,), (), (-1,))
-NCHW = Layout("NCHW (-1, 256, 64, 64), per channel", (-1, 256, 64, 64), (256, 1, 1), (256, 1, 1))
-LAST_DIM = Layout("last dim (-1, 4096)", (-1, 4096), (4096,), (4096,))
+NCHW = Layout("NCHW (N, 256, 64, 64), per channel", (-1, 256, 64, 64), (256, 1, 1), (256, 1, 1))
+LAST_DIM = Layout("last dim (N, 4096)", (-1, 4096), (4096,), (4096,))
 FEW_LAYOUTS = (FLAT, NCHW, LAST_DIM)
 
 LAYOUTS = (
@@ -41,14 +41,14 @@ LAYOUTS = (
     NCHW,
     Layout("channels_last, per channel", (-1, 256, 64, 64), (256, 1, 1), (256, 1, 1), "channels last"),
     LAST_DIM,
-    Layout("AdaLN (16, -1, 2048), (16, 1, 2048)", (16, -1, 2048), (16, 1, 2048), (16, 1, 2048)),
-    Layout("scale (-1, 1), bias (4096)", (-1, 4096), (-1, 1), (4096,)),
+    Layout("AdaLN (16, N, 2048), (16, 1, 2048)", (16, -1, 2048), (16, 1, 2048), (16, 1, 2048)),
+    Layout("scale (N, 1), bias (4096)", (-1, 4096), (-1, 1), (4096,)),
     Layout("crop of rows, 0-dim scale and bias", (-1, 4096), (), (), "crop"),
     Layout("transposed x, last dim", (-1, 8192), (8192,), (8192,), "transposed"),
     Layout("unaligned x, 0-dim scale and bias", (-1,), (), (), "unaligned"),
-    Layout("odd width (-1, 1023), last dim", (-1, 1023), (1023,), (1023,)),
-    Layout("odd width (-1, 1277), last dim", (-1, 1277), (1277,), (1277,)),
-    Layout("odd width (-1, 4097), last dim", (-1, 4097), (4097,), (4097,)),
+    Layout("odd width (N, 1023), last dim", (-1, 1023), (1023,), (1023,)),
+    Layout("odd width (N, 1277), last dim", (-1, 1277), (1277,), (1277,)),
+    Layout("odd width (N, 4097), last dim", (-1, 4097), (4097,), (4097,)),
 )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from .report import readable
 from .results import FORWARD, TRAINING, Results, Timing
@@ -135,12 +136,15 @@ def _panel(axes: Axes, timings: Sequence[Timing]) -> None:
         label = peer
         if curve is not ours and ours:
             first = crossover(ours, curve)
-            label += f" (ours ahead {_from(first, min(ours.keys() & curve.keys(), default=None))})"
+            label += f": slower {_from(first, min(ours.keys() & curve.keys(), default=None))}"
             if first is not None and first != min(curve):
                 axes.axvline(first, color=colour, linestyle="--", linewidth=1.2)
         axes.plot(sizes, [1e6 * curve[size] for size in sizes], marker=marker, color=colour, label=label, linewidth=1.8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel="elements", ylabel="microseconds")
     axes.grid(which="both", alpha=0.2)
     axes.legend(loc="upper left", fontsize="small")
@@ -189,7 +193,7 @@ def _bars(axes: Axes, title: str, rows: Sequence[Timing]) -> None:
         axes.text(length, place, f" {readable(one.seconds or 0.0)}", va="center", fontsize="small")
     if rows[0].floor:
         axes.axvline(1e3 * rows[0].floor, color=_COPY, linewidth=1.5, label="a copy of as many bytes")
-        axes.legend(loc="lower right", fontsize="small")
+        axes.legend(loc="upper right", fontsize="small")  # the short bars are above
     axes.set_yticks(range(len(rows)), [one.peer for one in rows])
     axes.invert_yaxis()
     axes.set(title=title, xlabel="milliseconds")

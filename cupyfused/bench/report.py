@@ -15,7 +15,7 @@ __all__ = ["print_results", "readable"]
 
 Name = Callable[[Timing], str]
 
-_ON_GPU = "GPU time (share of a copy's rate)\nforward / forward + backward"
+_ON_GPU = "GPU time,\nforward / forward + backward"
 
 
 def readable(seconds: float) -> str:
@@ -35,7 +35,8 @@ def readable(seconds: float) -> str:
 
 def print_results(results: Results, console: rich.console.Console) -> None:
     """Print every section's tables, then what was absent, wrong or failed."""
-    for table in _tables(results):
+    for title, table in _tables(results):
+        console.print(f"\n{title}", style="italic", soft_wrap=True)
         console.print(table)
     for absent in results.absent:
         console.print(f"Absent: {absent.what}: {absent.why}", soft_wrap=True)
@@ -44,25 +45,25 @@ def print_results(results: Results, console: rich.console.Console) -> None:
         console.print(f"Not timed: {one.peer} ({where}): {one.problem}", soft_wrap=True)
 
 
-def _tables(results: Results) -> Iterator[rich.table.Table]:
+def _tables(results: Results) -> Iterator[tuple[str, rich.table.Table]]:
     both = f"{FORWARD} / {TRAINING}"
     for dtype in _distinct(one.dtype for one in results.of("layouts")):
         rows = [one for one in results.of("layouts") if one.dtype == dtype]
-        yield _pivot(f"Layouts, {dtype}: share of a copy's rate at the same bytes, {both}", rows, _case, _peer, _share)
+        yield f"Layouts, {dtype}: share of a copy's rate at the same bytes, {both}", _pivot(rows, _case, _peer, _share)
     for section, name in (("latency", "Latency"), ("cpu", "CPU")):
         for case in _distinct(one.case for one in results.of(section)):
             rows = [one for one in results.of(section) if one.case == case]
-            yield _pivot(f"{name}, {case}: wall time of an iteration, {both}", rows, _size, _peer, _time)
+            yield f"{name}, {case}: wall time of an iteration, {both}, by elements", _pivot(rows, _size, _peer, _time)
     if rows := results.of("host"):
-        yield _pivot("Host: its time for a call on 1,024 floats", rows, _peer, _step, _time)
+        yield "Host: its time for a call on 1,024 floats", _pivot(rows, _peer, _step, _time)
     if rows := results.of("cold"):
-        yield _pivot("Cold start, each in a fresh process", rows, lambda one: f"{one.peer}, {one.case}", _step, _time)
+        yield "Cold start, each in a fresh process", _pivot(rows, lambda one: f"{one.peer}, {one.case}", _step, _time)
     peers = results.of("peers")
     for case in _distinct(one.case for one in peers if one.case != FRESH):
         rows = [one for one in peers if one.case == case]
-        if any(one.step == WALL for one in rows):
-            rows += [one for one in peers if one.case == FRESH]
-        yield _pivot(f"Peers, {case}: clamp(x * scale + bias, 0, 1)", rows, _peer, _column, _time_and_share)
+        is_small = any(one.step == WALL for one in rows)
+        rows += [one for one in peers if one.case == FRESH and is_small]
+        yield f"Peers, {case}: clamp(x * scale + bias, 0, 1)", _pivot(rows, _peer, _column, _time if is_small else _time_and_share)
 
 
 def _case(one: Timing) -> str:
@@ -101,11 +102,11 @@ def _distinct(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def _pivot(title: str, timings: list[Timing], row: Name, column: Name, cell: Name) -> rich.table.Table:
+def _pivot(timings: list[Timing], row: Name, column: Name, cell: Name) -> rich.table.Table:
     """Make a table of one row and one column for each distinct name, in the order in which they come; equal places share a cell."""
     columns = _distinct(map(column, timings))
-    table = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE_HEAD)
-    table.add_column("")
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    table.add_column("", overflow="fold")
     for name in columns:
         table.add_column(name, justify="right")
     cells: dict[tuple[str, str], list[str]] = {}

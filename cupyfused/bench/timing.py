@@ -99,7 +99,13 @@ def waiter(device: str) -> Call:
 
 
 def wall_seconds(
-    calls: Mapping[str, Call], device: str, *, rounds: int = 11, least: float = 0.01, counts_wait: bool = True
+    calls: Mapping[str, Call],
+    device: str,
+    *,
+    rounds: int = 11,
+    least: float = 0.01,
+    most: int = 1_000_000,
+    counts_wait: bool = True,
 ) -> dict[str, float]:
     """Return the median over alternating runs of the wall time of one iteration.
 
@@ -109,10 +115,11 @@ def wall_seconds(
         What is timed, by name.
     device
         "cuda" or "cpu"; waited for once a run.
-    rounds, least
-        Runs of each call, and the seconds that a run takes at least.
+    rounds, least, most
+        Runs of each call, the seconds that a run takes at least, and its calls at most.
     counts_wait
-        Whether the wait at the end of a run counts; without it the time is the host's own.
+        Whether the wait at the end of a run counts. Without it the time is the host's own, as long as a run is less than the
+        GPU's queue holds, about a thousand launches, or the GPU keeps up.
     """
     synchronise = waiter(device)
 
@@ -129,8 +136,8 @@ def wall_seconds(
     for name, call in calls.items():
         run(call, 1)  # compiles
         count = 1
-        while (taken := run(call, count)) < least:
-            count = max(2 * count, int(count * least / max(taken, 1e-9)))
+        while (taken := run(call, count)) < least and count < most:
+            count = min(max(2 * count, int(count * least / max(taken, 1e-9))), most)
         counts[name] = count
     names, times = list(calls), {name: list[float]() for name in calls}
     for turn in range(rounds):
