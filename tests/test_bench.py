@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cupyfused import __main__, __version__, _config, _kernel
+from cupyfused import __main__, __version__, _config
 from cupyfused._config import Driver
+from cupyfused.errors import CudaError
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
@@ -23,19 +20,14 @@ image = pytest.importorskip("PIL.Image")
 
 from cupyfused.bench import (  # noqa: E402
     cases,
-    first_result,
     peers,
-    ready,
     results,
     run,
     sections,
     timing,
-    tutorial,
     values,
 )
-from cupyfused.bench.results import FORWARD, Absent, Timing  # noqa: E402
-
-needs_compiler = pytest.mark.skipif(bool(tutorial.no_loop()), reason="the loop is built by a C++ compiler")
+from cupyfused.bench.results import FORWARD, TRAINING, Absent, Timing  # noqa: E402
 
 
 @pytest.fixture
@@ -84,84 +76,6 @@ def test_a_wrong_peer_is_told_and_not_timed(name: str, plan: Any, monkeypatch: p
     assert len(calls) <= 2  # to learn the shape of the result, and to compare
 
 
-def test_a_peer_that_raises_is_told(plan: Any) -> None:
-    def broken(x: Any, scale: Any, bias: Any) -> Any:
-        raise RuntimeError("out of luck\nand more")
-
-    tensors = cases.operands(cases.FLAT, 64, torch.float32, "cpu")
-    right, problems = ready.make_ready([peers.Peer("broken", lambda scratch: broken)], tensors, plan.scratch, _describe)
-    assert not right
-    assert [one.problem for one in problems] == ["RuntimeError: out of luck"]
-
-
-def _describe(**fields: Any) -> Timing:
-    return Timing("peers", "a case", **fields)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", cases.LAYOUTS, ids=lambda layout: layout.name)
-def test_right_values_pass_in_every_layout_and_dtype(layout: Any, dtype: Any) -> None:
-    tensors = cases.operands(layout, 2**14, dtype, "cpu")
-    assert values.difference(values.composed, tensors, gradients=True) == ""
-    assert values.difference(peers.fused, tensors, gradients=True) == ""
-
-
-def test_layouts_lie_in_memory_as_they_say() -> None:
-    made = {layout.memory: cases.operands(layout, 2**20, torch.float32, "cpu")[0] for layout in cases.LAYOUTS}
-    assert made["channels last"].is_contiguous(memory_format=torch.channels_last)
-    assert made["transposed"].stride()[0] == 1
-    assert made["crop"].stride(0) > made["crop"].shape[1]
-    assert made["unaligned"].data_ptr() % 16 == 4
-    x, scale, bias = cases.operands(cases.Layout("", (-1, 4), (-1, 1), (4,)), 64, torch.float32, "cpu")
-    assert (x.shape, scale.shape, bias.shape) == ((16, 4), (16, 1), (4,))
-    assert cases.bytes_moved([x, scale, bias], x, gradients=False) == 4 * (64 + 16 + 4 + 64)
-    assert cases.bytes_moved([x, scale, bias], x, gradients=True) == 4 * (3 * (64 + 16 + 4) + 2 * 64)
-
-
-# ---- the peers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("peer", [pytest.param(peer, id=peer.name) for peer in peers.ON_CPU])
-def test_peers_on_the_cpu_are_right(peer: Any, tmp_path: Path) -> None:
-    if peer.absent():
-        pytest.skip(peer.absent())
-    tensors = cases.operands(cases.FLAT, 1000, torch.float32, "cpu")
-    right, problems = ready.make_ready([peer], tensors, tmp_path, _describe)
-    assert not problems
-    assert right[0].name == peer.name
-
-
-def test_the_triton_kernels_are_right_in_its_interpreter() -> None:
-    pytest.importorskip("triton")
-    program = """
-        import torch
-        from cupyfused.bench import cases, triton_kernels, values
-
-        triton_kernels.PROGRAMS_OF_A_MULTIPROCESSOR = 2
-        for elements in (1, 1023, 1024, 5001):
-            tensors = cases.operands(cases.FLAT, elements, torch.float32, "cpu")
-            assert values.difference(triton_kernels.ScaleBiasClamp.apply, tensors, gradients=True) == ""
-    """
-    _run(program, TRITON_INTERPRET="1")
-
-
-def _run(program: str, **environment: str) -> str:
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, env=os.environ | environment, text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_kernels_of_tutorials_compile() -> None:
-    pytest.importorskip("cupy", exc_type=ImportError)
-    nvrtc = _kernel._nvrtc()
-    program = nvrtc.createProgram(tutorial._text("tutorial.cu"), "tutorial.cu", (), ())
-    nvrtc.compileProgram(program, ("--gpu-architecture=sm_90", "--std=c++17"))
-    code = nvrtc.getCUBIN(program)
-    assert b"tutorial_forward" in code
-    assert b"tutorial_backward" in code
-
-
 def test_absent_peers_are_named(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     found = [one for one in sections.peers(plan) if isinstance(one, Absent)]
@@ -170,23 +84,64 @@ def test_absent_peers_are_named(plan: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert "no NVIDIA driver" in found[0].why
 
 
-def test_an_extension_without_nvcc_or_ninja_is_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from torch.utils import cpp_extension
-
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    assert "nvcc" in tutorial.no_extension()
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvcc").touch()
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
-    assert "pip install ninja" in tutorial.no_extension()
+# ---- what needs a GPU, with its clocks stopped -------------------------------------------------------------------------
 
 
-@needs_compiler
-def test_first_results_come_from_a_fresh_process(tmp_path: Path) -> None:
-    seconds = first_result.measure("C++ loop, one thread", tmp_path, tmp_path / "caches")
-    assert set(seconds) == {"build", "first result"}
-    assert 0 < seconds["build"] <= seconds["first result"]
+@pytest.fixture
+def stopped(plan: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let everything but the clocks of a GPU run, on the CPU: a plan that believes in one."""
+
+    def still(calls: Any, *arguments: Any, **options: Any) -> Any:
+        for call in calls.values():
+            call()
+        return dict.fromkeys(calls, 1e-6)
+
+    made = cases.operands
+    monkeypatch.setattr(sections, "operands", lambda layout, elements, dtype, device: made(layout, elements, dtype, "cpu"))
+    monkeypatch.setattr(sections, "gpu_seconds", still)
+    monkeypatch.setattr(sections, "wall_seconds", still)
+    monkeypatch.setattr(sections, "captured", lambda call: call)
+    monkeypatch.setattr(sections, "copies", lambda moved: {"copy_": lambda: None, "neg": lambda: None})
+    monkeypatch.setattr(peers, "COMPILED", peers.Peer("torch.compile", lambda scratch: values.composed))
+    monkeypatch.setattr(peers, "ON_GPU", (peers.COMPOSED, peers.CUPYFUSED))
+    monkeypatch.setattr("cupyfused.bench.peers._kernel.import_cupy", _no_cupy)
+    return plan._replace(no_gpu="", elements=2**10)
+
+
+def _no_cupy() -> Any:
+    raise CudaError("there is no CuPy here")
+
+
+def test_layouts_are_timed_for_each_peer_and_step(stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "LAYOUTS", cases.LAYOUTS[:2])
+    found = [one for one in sections.layouts(stopped._replace(quick=False)) if isinstance(one, Timing)]
+    assert not [one for one in found if one.problem]
+    assert len(found) == 3 * 2 * 3 * 2  # dtypes, layouts, peers, steps
+    assert {one.share for one in found} == {1.0}
+    assert {one.dtype for one in found} == {"float32", "bfloat16", "float16"}
+
+
+def test_latency_sets_eager_beside_eager_and_graph_beside_graph(stopped: Any) -> None:
+    found = list(sections.latency(stopped))
+    assert {(one.case, one.seconds) for one in found} == {("eager", 1e-6), ("CUDA graph", 1e-6 / timing.ITERATIONS_OF_A_GRAPH)}
+    assert len(found) == 2 * 3 * 2 * 2  # sizes, peers, steps, modes
+
+
+def test_the_host_is_timed_with_what_is_there(stopped: Any) -> None:
+    found = list(sections.host(stopped))
+    absent = [one for one in found if isinstance(one, Absent)]
+    assert [one.what for one in absent] == [peers.CUPY.name, peers.OURS_ON_CUPY.name]
+    assert {one.why for one in absent} == {"there is no CuPy here"}
+    names = {one.peer for one in found if isinstance(one, Timing)}
+    assert {"torch.add", "a Function that computes nothing", "composed torch", "torch.compile", "cupyfused"} == names
+
+
+def test_peers_are_timed_on_the_gpu_and_by_the_wall(stopped: Any) -> None:
+    found = list(sections.peers(stopped))
+    steps = {(one.peer, one.step) for one in found if isinstance(one, Timing)}
+    assert {step for peer, step in steps if peer == "cupyfused"} == {FORWARD, TRAINING, sections.WALL}
+    assert {step for peer, step in steps if peer == "Python loop"} == {sections.WALL}
+    assert "C++/CUDA extension" in {one.what for one in found if isinstance(one, Absent)}  # --quick leaves it out
 
 
 # ---- time ---------------------------------------------------------------------------------------------------------------

@@ -32,15 +32,14 @@ class Layout(NamedTuple):
 
 FLAT = Layout("bias of full size, 0-dim scale", (-1,), (), (-1,))
 NCHW = Layout("NCHW (N, 256, 64, 64), per channel", (-1, 256, 64, 64), (256, 1, 1), (256, 1, 1))
-LAST_DIM = Layout("last dim (N, 4096)", (-1, 4096), (4096,), (4096,))
-FEW_LAYOUTS = (FLAT, NCHW, LAST_DIM)
+FEW_LAYOUTS = (FLAT, NCHW)
 
 LAYOUTS = (
     FLAT,
     Layout("0-dim scale and bias", (-1,), (), ()),
     NCHW,
     Layout("channels_last, per channel", (-1, 256, 64, 64), (256, 1, 1), (256, 1, 1), "channels last"),
-    LAST_DIM,
+    Layout("last dim (N, 4096)", (-1, 4096), (4096,), (4096,)),
     Layout("AdaLN (16, N, 2048), (16, 1, 2048)", (16, -1, 2048), (16, 1, 2048), (16, 1, 2048)),
     Layout("scale (N, 1), bias (4096)", (-1, 4096), (-1, 1), (4096,)),
     Layout("crop of rows, 0-dim scale and bias", (-1, 4096), (), (), "crop"),

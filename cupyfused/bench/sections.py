@@ -27,7 +27,7 @@ __all__ = ["FRESH", "SECTIONS", "WALL", "Plan"]
 
 WALL = "wall time of a call"
 FRESH = "fresh process"
-LATENCY_SIZES, LATENCY_SIZES_QUICK = range(10, 23, 2), (10, 16, 22)  # exponents of 2
+LATENCY_SIZES, LATENCY_SIZES_QUICK = range(10, 23, 2), (10, 20)  # exponents of 2
 CPU_SIZES, CPU_SIZES_QUICK = range(10, 25, 2), (10, 16, 20)
 _IMPORTS = """
 import time
