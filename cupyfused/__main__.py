@@ -66,7 +66,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     told = "Measure the operator beside its peers on this machine: tables, JSON and pictures."
     more = "What needs a GPU, a compiler or a package that is not there is named and left out. Exit code 1 if values are wrong."
     bench = commands.add_parser("bench", help=told, description=f"{told} {more}")
-    bench.add_argument("--quick", action="store_true", help="Fewer layouts, dtypes and sizes: less than a minute, not eight.")
+    bench.add_argument("--quick", action="store_true", help="Fewer layouts, dtypes and sizes, no nvcc.")
     folder = "Folder for bench.json and the pictures (default: %(default)s)."
     bench.add_argument("--output", type=Path, default=Path("bench-output"), metavar="DIR", help=folder)
     only = "Sections to run, separated by commas: layouts, latency, host, cold, peers, cpu (default: all)."

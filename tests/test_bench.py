@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,17 @@ def test_a_section_that_fails_keeps_what_was_measured(
     assert __main__.main(["bench", "--only", "cpu", "--output", str(tmp_path)]) == 1
     assert "the power went" in capsys.readouterr().out
     assert len(results.load(tmp_path / "bench.json").of("cpu")) == 1
+
+
+@pytest.mark.parametrize("name", ["matplotlib", "rich"])
+def test_a_missing_package_names_its_command(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in [one for one in sys.modules if one.startswith("cupyfused.bench") or one.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    assert __main__.main(["bench"]) == 1
+    assert "pip install 'cupyfused[demo,torch]'" in capsys.readouterr().err
 
 
 def test_a_section_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from .report import readable
 from .results import FORWARD, TRAINING, Results, Timing
 from .sections import WALL
 
-__all__ = ["crossover", "draw"]
+__all__ = ["compared", "crossover", "draw"]
 
 # Colours that the colour-blind tell apart, and signs for prints without colour.
 _STYLES = {
@@ -134,10 +134,10 @@ def _panel(axes: Axes, timings: Sequence[Timing]) -> None:
         colour, marker = _style(peer)
         sizes = sorted(curve)
         label = peer
-        if curve is not ours and ours:
+        if ours and curve is not ours:
+            label += f": {compared(ours, curve)}"
             first = crossover(ours, curve)
-            label += f": slower {_from(first, min(ours.keys() & curve.keys(), default=None))}"
-            if first is not None and first != min(curve):
+            if first is not None and first != sizes[0]:
                 axes.axvline(first, color=colour, linestyle="--", linewidth=1.2)
         axes.plot(sizes, [1e6 * curve[size] for size in sizes], marker=marker, color=colour, label=label, linewidth=1.8)
     axes.set_xscale("log", base=2)
@@ -150,10 +150,20 @@ def _panel(axes: Axes, timings: Sequence[Timing]) -> None:
     axes.legend(loc="upper left", fontsize="small")
 
 
-def _from(first: int | None, smallest: int | None) -> str:
-    if first is None:
-        return "nowhere"
-    return "everywhere" if first == smallest else f"from 2^{first.bit_length() - 1}"
+def compared(ours: dict[int, float], other: dict[int, float]) -> str:
+    """Say at which of their common sizes the other one is slower.
+
+    Examples
+    --------
+    >>> compared({1: 5.0, 2: 5.0, 4: 5.0}, {1: 3.0, 2: 6.0, 4: 12.0})
+    'slower from 2^1 on'
+    """
+    sizes = ours.keys() & other.keys()
+    slower = [size for size in sizes if ours[size] <= other[size]]
+    if not slower or len(slower) == len(sizes):
+        return f"{'slower' if slower else 'faster'} at every size"
+    first = crossover(ours, other)
+    return f"slower at {len(slower)} of {len(sizes)} sizes" if first is None else f"slower from 2^{first.bit_length() - 1} on"
 
 
 # ---- peers --------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ def make_ready(
     """Build and check peers: return those whose values are right, and what is to be said of the others."""
     right, problems = [], []
     for peer in peers:
+        if tensors[0].is_cuda:
+            torch.cuda.empty_cache()  # CuPy's memory comes from beside PyTorch's
         try:
             call = peer.build(scratch)
             ready = bind(peer, call, tensors)

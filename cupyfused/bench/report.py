@@ -26,21 +26,18 @@ def readable(seconds: float) -> str:
     >>> readable(0.0000123), readable(0.25), readable(12)
     ('12.3 µs', '250 ms', '12.0 s')
     """
-    for unit, length in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= length or unit == "µs":
-            value = seconds / length
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
-    raise AssertionError
+    unit, value = ("s", seconds) if seconds >= 1 else ("ms", 1e3 * seconds) if seconds >= 1e-3 else ("µs", 1e6 * seconds)
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
 
 
 def print_results(results: Results, console: rich.console.Console) -> None:
-    """Print every section's tables, then what was absent, wrong or failed."""
+    """Print every section's tables, then what was absent, and what was not timed and why."""
     for title, table in _tables(results):
         console.print(f"\n{title}", style="italic", soft_wrap=True)
         console.print(table)
     for absent in results.absent:
         console.print(f"Absent: {absent.what}: {absent.why}", soft_wrap=True)
-    for one in results.wrong:
+    for one in results.untimed:
         where = ", ".join(filter(None, (one.section, one.case, one.dtype)))
         console.print(f"Not timed: {one.peer} ({where}): {one.problem}", soft_wrap=True)
 

@@ -63,7 +63,7 @@ class Results:
     absent: list[Absent]
 
     @property
-    def wrong(self) -> list[Timing]:
+    def untimed(self) -> list[Timing]:
         """What was not timed, since its values are wrong or it failed."""
         return [one for one in self.timings if one.problem]
 

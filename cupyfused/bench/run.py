@@ -63,7 +63,7 @@ def run(quick: bool, output: Path, only: Sequence[str], elements: int | None) ->
     print_results(results, console)
     for path in (output / "bench.json", *draw(results, output)):
         console.print(f"Saved: {path}", soft_wrap=True)
-    return 1 if results.wrong else 0
+    return 1 if results.untimed else 0
 
 
 def _measure(name: str, plan: Plan, results: Results) -> None:
