@@ -72,7 +72,10 @@ def measure(title: str, step: Callable[[Step], Step], operands: Sequence[Tensor]
         error = float((y.double() - exact).abs().max()) / scale
         if not error < 0.1:  # a NaN is wrong too
             raise SystemExit(f"{name} is wrong by {error}: nothing more is timed")
-        steps = {"forward": functools.partial(call, *operands), "both": functools.partial(gradients, call, leaves, grad_out)}
+        steps: dict[str, Callable[[], object]] = {
+            "forward": functools.partial(call, *operands),
+            "both": functools.partial(gradients, call, leaves, grad_out),
+        }
         on_gpu = gpu_seconds(steps, moved)
         on_host = wall_seconds(steps, "cuda", most=50, counts_wait=False)
         times = [1e6 * one for one in (*on_gpu.values(), *on_host.values())]
