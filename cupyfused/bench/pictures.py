@@ -25,6 +25,7 @@ _STYLES = {
 }
 _OTHER, _OURS, _COPY = "#8c8c8c", "#1f3b73", "#c0392b"
 _STEPS = (FORWARD, TRAINING)
+_NOISE = 1.03  # medians that are nearer than this are the same
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
@@ -95,7 +96,7 @@ def _shared_legend(figure: Figure) -> None:
 
 
 def crossover(ours: dict[int, float], other: dict[int, float]) -> int | None:
-    """Return the smallest common size from which on ours is never slower; None where it is at the largest.
+    """Return the smallest common size from which on the other is slower, by more than noise; None where it is not at the largest.
 
     Examples
     --------
@@ -104,7 +105,7 @@ def crossover(ours: dict[int, float], other: dict[int, float]) -> int | None:
     """
     first = None
     for size in sorted(ours.keys() & other.keys(), reverse=True):
-        if ours[size] > other[size]:
+        if other[size] <= _NOISE * ours[size]:
             break
         first = size
     return first
@@ -151,7 +152,7 @@ def _panel(axes: Axes, timings: Sequence[Timing]) -> None:
 
 
 def compared(ours: dict[int, float], other: dict[int, float]) -> str:
-    """Say at which of their common sizes the other one is slower.
+    """Say at which of their common sizes the other is slower, by more than noise.
 
     Examples
     --------
@@ -159,9 +160,9 @@ def compared(ours: dict[int, float], other: dict[int, float]) -> str:
     'slower from 2^1 on'
     """
     sizes = ours.keys() & other.keys()
-    slower = [size for size in sizes if ours[size] <= other[size]]
+    slower = [size for size in sizes if other[size] > _NOISE * ours[size]]
     if not slower or len(slower) == len(sizes):
-        return f"{'slower' if slower else 'faster'} at every size"
+        return f"slower at {'every' if slower else 'no'} size"
     first = crossover(ours, other)
     return f"slower at {len(slower)} of {len(sizes)} sizes" if first is None else f"slower from 2^{first.bit_length() - 1} on"
 
