@@ -84,7 +84,13 @@ def test_without_results_there_are_no_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ours", "other", "first"),
-    [([1, 1, 1], [2, 2, 2], 1), ([3, 2, 1], [2, 2, 2], 2), ([3, 3, 3], [2, 2, 2], None), ([1, 3, 1], [2, 2, 2], 4)],
+    [
+        ([1, 1, 1], [2, 2, 2], 1),
+        ([3, 1.5, 1], [2, 2, 2], 2),
+        ([3, 1.99, 1], [2, 2, 2], 4),
+        ([3, 3, 3], [2, 2, 2], None),
+        ([1, 3, 1], [2, 2, 2], 4),
+    ],
 )
 def test_the_crossover_is_where_ours_stays_ahead(ours: list[float], other: list[float], first: int | None) -> None:
     sizes = (1, 2, 4)
