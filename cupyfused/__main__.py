@@ -1,4 +1,4 @@
-"""python -m cupyfused demo | doctor | warmup."""
+"""python -m cupyfused demo | doctor | bench | warmup."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_doctor(commands)
     _add_warmup(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -77,6 +78,20 @@ def _add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     warmup.set_defaults(command=_fill_cache)
 
 
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    told = "Measure the operator beside its peers on this machine: tables, JSON and pictures."
+    more = "What needs a GPU, a compiler or a package that is not there is named and left out. Exit code 1 if values are wrong."
+    bench = commands.add_parser("bench", help=told, description=f"{told} {more}")
+    bench.add_argument("--quick", action="store_true", help="Fewer layouts, dtypes and sizes, no nvcc.")
+    folder = "Folder for bench.json and the pictures (default: %(default)s)."
+    bench.add_argument("--output", type=Path, default=Path("bench-output"), metavar="DIR", help=folder)
+    only = "Sections to run, separated by commas: layouts, latency, host, cold, peers, cpu (default: all)."
+    bench.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="SECTIONS", help=only)
+    elements = "Elements of the largest arrays (default: 2^27, 2^25 with --quick, or what fits into the GPU's memory)."
+    bench.add_argument("--elements", type=_positive, metavar="N", help=elements)
+    bench.set_defaults(command=_bench)
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -93,6 +108,19 @@ def _demo(options: argparse.Namespace) -> int:
     try:
         return demo.run(options.steps, options.device, options.output)
     except (CupyfusedError, OSError) as error:  # OSError: a folder that cannot be written, a matplotlib without its photograph
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    try:
+        from .bench.run import run
+    except (ImportError, OSError) as error:  # as for the demo
+        print(f"The benchmark needs PyTorch, matplotlib and rich ({error}): pip install 'cupyfused[demo,torch]'", file=sys.stderr)
+        return 1
+    try:
+        return run(options.quick, options.output, options.only, options.elements)
+    except (CupyfusedError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
 

@@ -148,6 +148,7 @@ def test_plans_ask_for_every_instance_of_the_table(op: Op) -> None:
         arrays = [Described(F32, Strided(one, contiguous_strides(one))) for one in (shape, *own)]
         for scale, bias, has_options in itertools.product(arrays, arrays, (False, True)):
             _planned(op, [arrays[0], scale, bias], has_options and bool(op.options), recorder.backend)
+        _planned(op, [arrays[1], arrays[0], arrays[0]], bool(op.options), recorder.backend)  # an x that is broadcast
     assert set(table([op], [F32], _numbers, large=False)) == recorder.asked
 
 

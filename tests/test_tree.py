@@ -32,6 +32,7 @@ NAMED_BY = {
     ("cupyfused/nn/__init__.py", "fused_scale_bias_clamp"): "the line of its module",
     ("cupyfused/errors.py", "fused_scale_bias"): "the doctest of an error's wording",
     ("cupyfused/_warmup.py", "fused_scale_bias"): "the doctest compiles one op",
+    ("cupyfused/bench/peers.py", "fused_scale_bias_clamp"): "the benchmark times one op",
     ("cupyfused/_demo.py", "fused_scale_bias_clamp"): "the demo trains with one op",
     ("cupyfused/ops/fused_scale_bias_clamp.py", "fused_scale_bias"): "without bounds it is that op",
 }

@@ -1,6 +1,6 @@
 """Measure what `torch.compile` makes of an operator, opaque and decomposed, on this machine's GPU.
 
-    python examples/measure_compile.py
+    python benchmarks/compiled.py
 
 Prints the GPU's and the host's time of one iteration, forward and forward + backward, for a lone operator per channel and for a
 block that normalises, modulates and multiplies by a matrix (as diffusion transformers do), from small to large. Results are
@@ -9,19 +9,15 @@ compared with float64 before anything is timed.
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-sys.path.insert(0, str(Path(__file__).parent))
-from measure import gpu_milliseconds, host_microseconds
-
 import cupyfused
+from cupyfused.bench.timing import gpu_seconds, wall_seconds
 
 Step = Callable[..., Tensor]
 
@@ -70,20 +66,25 @@ def measure(title: str, step: Callable[[Step], Step], operands: Sequence[Tensor]
     exact = step(composed_scale_bias)(*[one.double() for one in operands])
     grad_out = torch.randn_like(exact).to(operands[0].dtype)
     scale = float(exact.std())
-    for name, call in ways(step):
+    moved = 2 * sum(one.numel() * one.element_size() for one in operands)
+    for name, call in ways(step):  # one after the other: a setting holds for what is compiled while it holds
         y = call(*operands)
         error = float((y.double() - exact).abs().max()) / scale
-        assert error < 0.1, f"{name} is wrong by {error}"
-
-        def forward(call: Step = call) -> Any:
-            with torch.no_grad():
-                return call(*operands)
-
-        def both(call: Step = call) -> Any:
-            return torch.autograd.grad(call(*leaves), leaves, grad_out)
-
-        times = [gpu_milliseconds(one) * 1e3 for one in (forward, both)] + [host_microseconds(one, 50) for one in (forward, both)]
+        if not error < 0.1:  # a NaN is wrong too
+            raise SystemExit(f"{name} is wrong by {error}: nothing more is timed")
+        steps: dict[str, Callable[[], object]] = {
+            "forward": functools.partial(call, *operands),
+            "both": functools.partial(gradients, call, leaves, grad_out),
+        }
+        on_gpu = gpu_seconds(steps, moved)
+        on_host = wall_seconds(steps, "cuda", most=50, counts_wait=False)
+        times = [1e6 * one for one in (*on_gpu.values(), *on_host.values())]
         print(f"  {name:30s}{times[0]:13.0f}{times[1]:18.0f}{times[2]:16.0f}{times[3]:18.0f}", flush=True)
+
+
+def gradients(call: Step, leaves: Sequence[Tensor], grad_out: Tensor) -> tuple[Tensor, ...]:
+    """Run a step forward and backward."""
+    return torch.autograd.grad(call(*leaves), leaves, grad_out)
 
 
 def main() -> None:
