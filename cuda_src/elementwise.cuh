@@ -1,7 +1,7 @@
 // The two kernels of an elementwise op: the map, and the map of its backward, which also sums gradients.
 //
 // The functor OP holds the arithmetic (<op>.cuh). What differs from op to op and from dtype to dtype is defined above this text
-// by cupyfused/_kernel.py:
+// by cupyfused/_source.py:
 //
 //   OP, KERNEL                 the functor and the kernel's name, which profilers show
 //   ARITHMETIC                 the type that the arithmetic runs in

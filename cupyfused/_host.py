@@ -16,7 +16,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from . import _cache, _kernel
+from . import _cache, _source
 from ._launch import Buffer, Launcher
 from ._plan import Backend
 from .errors import CompileError, CudaError
@@ -51,13 +51,13 @@ _running = threading.Lock()  # the shim's fibers and shared memory are globals
 
 
 @functools.cache
-def _library(variant: _kernel.Variant) -> ctypes.CDLL:
+def _library(variant: _source.Variant) -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         raise CudaError('impl="host" builds kernels with g++, which is not on PATH.')
     flags = (*_FLAGS, *os.environ.get("CUPYFUSED_HOST_FLAGS", "").split())
-    shim, body = _kernel.cuda_text("host_shim.h"), variant.source()
-    source = f"#define BLOCK {_kernel.BLOCK}\n{shim}\n#undef BLOCK\n{body}\n{_RUN}"
+    shim, body = _source.cuda_text("host_shim.h"), variant.source()
+    source = f"#define BLOCK {_source.BLOCK}\n{shim}\n#undef BLOCK\n{body}\n{_RUN}"
     name = hashlib.sha256("\0".join((source, *flags)).encode()).hexdigest() + ".so"
     folder = _cache.folder() / "host"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -72,7 +72,7 @@ def _library(variant: _kernel.Variant) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def _launcher(variant: _kernel.Variant) -> Launcher:
+def _launcher(variant: _source.Variant) -> Launcher:
     library = _library(variant)
     run = library.cupyfused_run
     run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _kernel
+from ._source import BLOCK, Variant
 from .errors import CudaError
 
 __all__ = ["Launch", "cuda_launcher", "multiprocessors"]
@@ -98,7 +99,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def cuda_launcher(variant: _kernel.Variant, device: int) -> Launcher:
+def cuda_launcher(variant: Variant, device: int) -> Launcher:
     """Load a variant on a device and return what launches it there, whatever device is current in the calling thread."""
     cupy = _kernel.import_cupy()
     get_device, set_device = cupy.cuda.runtime.getDevice, cupy.cuda.runtime.setDevice
@@ -106,7 +107,7 @@ def cuda_launcher(variant: _kernel.Variant, device: int) -> Launcher:
     with cupy.cuda.Device(device):
         raw = _kernel.load(variant, device)
         handle = getattr(getattr(raw, "kernel", None), "ptr", None)  # of the current device
-    block, debug = _kernel.BLOCK, os.environ.get("CUPYFUSED_DEBUG") == "1"
+    block, debug = BLOCK, os.environ.get("CUPYFUSED_DEBUG") == "1"
     driver_launch = _driver_launch()
 
     def launch(grid: tuple[int, int], buffer: Buffer, stream: int) -> None:
@@ -125,7 +126,7 @@ def cuda_launcher(variant: _kernel.Variant, device: int) -> Launcher:
                 cupy.cuda.runtime.streamSynchronize(stream)
         except Exception as error:
             raise CudaError(
-                f"{name}: the launch of {grid} blocks of {_kernel.BLOCK} threads on cuda:{device} failed: {error}. "
+                f"{name}: the launch of {grid} blocks of {BLOCK} threads on cuda:{device} failed: {error}. "
                 "Kernels launched before may be at fault; CUPYFUSED_DEBUG=1 waits for each one and names it."
             ) from error
         finally:
@@ -140,4 +141,4 @@ def _launch_by_raw_kernel(cupy: Any, raw: Any, grid: tuple[int, int], buffer: Bu
     with cupy.cuda.ExternalStream(stream):
         # An array of one element goes by value; its dtype is the whole struct.
         struct_by_value = numpy.frombuffer(bytes(buffer.bytes), dtype=numpy.dtype((numpy.void, len(buffer.bytes))))
-        raw(grid, (_kernel.BLOCK,), (struct_by_value,))
+        raw(grid, (BLOCK,), (struct_by_value,))

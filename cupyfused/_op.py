@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from . import _arrays, _dlpack, _kernel, _layout
+from . import _arrays, _dlpack, _layout, _source
 from ._arrays import Kind, Operand, device_name
 from ._dtypes import Dtype, fit_number
 from ._launch import Launch
@@ -93,7 +93,7 @@ class Op:
     @property
     def functor(self) -> str:
         """The CUDA text of the functor."""
-        return self.text if self.text is not None else _kernel.cuda_text(f"{self.name}.cuh")
+        return self.text if self.text is not None else _source.cuda_text(f"{self.name}.cuh")
 
     def complete(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Return the arguments of a call with None for the options that were left out."""

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from ._kernel import max_dims
 from ._layout import divider
+from ._source import max_dims
 
 __all__ = ["INDEX_LIMIT", "fill_dims", "map_struct", "partials_struct", "sum_struct"]
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _layout
 from ._dtypes import BY_NAME, Dtype
-from ._kernel import BLOCK, LARGE_DIMS, SMALL_DIMS, Variant
 from ._launch import Launch, Launcher
 from ._layout import Ints, Layout, Strided
 from ._parameters import INDEX_LIMIT, fill_dims, map_struct
+from ._source import BLOCK, LARGE_DIMS, SMALL_DIMS, Variant
 from .errors import OperandError, message
 
 if TYPE_CHECKING:

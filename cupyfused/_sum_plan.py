@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import _layout
 from ._dtypes import BY_NAME, Dtype
-from ._kernel import BLOCK, Variant
 from ._launch import Launch
 from ._layout import Ints, Layout
 from ._parameters import fill_dims, partials_struct, sum_struct
@@ -28,6 +27,7 @@ from ._plan import (
     slot_format,
     split_tail,
 )
+from ._source import BLOCK, Variant
 from ._sums import Role, SumLayout, plan_sums
 
 if TYPE_CHECKING:
@@ -131,28 +131,10 @@ def _summed_dims(gradient: Described, shape: Ints) -> Ints:
 
 
 def _plan_pass(context: _Context, one: SumLayout) -> Pass:
-    op, width = context.op, context.packets.width
-    operands, count = context.operands, len(context.gradients)
+    width, operands, count, large = context.packets.width, context.operands, len(context.gradients), context.large
     stored, extents = context.stored, context.layout.extents
     in_packets, tail = split_tail(extents, width)
-    _, items, general = context.packets
-    forms = tuple(choose_form(operand, own, general) for operand, own in zip(operands[1:], context.layout.strides[1:]))
-    duties, large = _duties(one, general), context.large
-    arithmetic = stored.result.arithmetic
-    variant = Variant(
-        op,
-        "backward",
-        stored.x,
-        stored.parameter,
-        stored.result.stored,
-        arithmetic,
-        width,
-        items,
-        forms,
-        duties,
-        large,
-        numbers=context.numbers,
-    )
+    variant = _variant(context, one)
     parameters = sum_struct(len(operands), len(context.options), count, large)()
     for k, operand in enumerate(operands):
         fill_operand(parameters.operand[k], operand, _ordered(context.layout.strides[k], one.order), width)
@@ -175,6 +157,14 @@ def _plan_pass(context: _Context, one: SumLayout) -> Pass:
     slots += "".join(slot_format(option, stored) for option in context.options)
     launch = Launch(context.backend.load(variant), (one.blocks, 1), bytes(parameters), slots)
     return Pass(launch, tuple(begins), _plan_finish(context, finish))
+
+
+def _variant(context: _Context, one: SumLayout) -> Variant:
+    stored, (width, items, general) = context.stored, context.packets
+    forms = tuple(choose_form(operand, own, general) for operand, own in zip(context.operands[1:], context.layout.strides[1:]))
+    stored_as = (stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic)
+    duties = _duties(one, general)
+    return Variant(context.op, "backward", *stored_as, width, items, forms, duties, context.large, numbers=context.numbers)
 
 
 # What an instance is compiled to do with a gradient (enum Duty). One instance for all roles would keep accumulators

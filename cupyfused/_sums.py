@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ._kernel import BLOCK, RESIDENT
+from ._source import BLOCK, RESIDENT
 
 __all__ = ["Role", "SumLayout", "plan_sums"]
 

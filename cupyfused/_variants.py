@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ._dtypes import BY_NAME, Dtype, Rank, Typed, fold_types
-from ._kernel import Variant
 from ._layout import Strided
 from ._plan import MAX_ITEMS, Described, Storage, storage
+from ._source import Variant
 from ._sum_plan import EVERY_DUTY
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from . import _kernel
 from ._dtypes import BY_NAME, Dtype
-from ._kernel import Variant
 from ._op import OPS, Op
+from ._source import Variant
 from .errors import CupyfusedError, OperandError, message
 
 __all__ = ["DTYPES", "Warmed", "warmup"]

@@ -17,6 +17,7 @@ from cupyfused._launch import Launcher
 from cupyfused._layout import Strided, broadcast_shapes, broadcast_strides, contiguous_strides
 from cupyfused._op import Op
 from cupyfused._plan import Backend, Described, map_plan, storage
+from cupyfused._source import Variant
 from cupyfused._sum_plan import sum_plan
 from cupyfused._variants import storages, table
 from cupyfused.ops import fused_scale_bias, fused_scale_bias_clamp
@@ -70,10 +71,10 @@ class _Recorder:
     """Stands in for a device: notes what is asked for, launches nothing."""
 
     def __init__(self) -> None:
-        self.asked: set[_kernel.Variant] = set()
+        self.asked: set[Variant] = set()
         self.backend = Backend("recorder", self._load, 132)
 
-    def _load(self, variant: _kernel.Variant) -> Launcher:
+    def _load(self, variant: Variant) -> Launcher:
         self.asked.add(variant)
         return lambda grid, buffer, stream: None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cupyfused import CompileError, CudaError, CupyfusedError, _host, _kernel
+from cupyfused import CompileError, CudaError, CupyfusedError, _host, _kernel, _source
 from cupyfused._plan import Backend
 
 torch = pytest.importorskip("torch")
@@ -100,9 +100,9 @@ def test_the_dtypes_are_named(needed: list[Any], x_dtype: torch.dtype, dtype: to
 
 @pytest.mark.parametrize("file", ["common.cuh", "elementwise.cuh"])
 def test_a_mistake_in_the_files_that_ops_share(needed: list[Any], monkeypatch: pytest.MonkeyPatch, file: str) -> None:
-    text = _kernel.cuda_text(file)
+    text = _source.cuda_text(file)
     line = next(number for number, one in enumerate(text.split("\n"), 1) if one.startswith("struct "))
-    own_text = _kernel.cuda_text
+    own_text = _source.cuda_text
     monkeypatch.setattr(_kernel, "cuda_text", lambda name: broken(text, line) if name == file else own_text(name))
     op = op_named("fused_scale_bias_clamp")
     call(op)

@@ -40,14 +40,14 @@ def test_a_kernel_that_reads_one_element_too_far_is_caught() -> None:
     """The guard zones are there: the same call with a functor that reads beyond its operand dies."""
     script = """
 import dataclasses, torch
-from cupyfused import _kernel
+from cupyfused import _source
 from cupyfused.ops.fused_scale_bias import OP
-real = _kernel.cuda_text("elementwise.cuh")
+real = _source.cuda_text("elementwise.cuh")
 place = "offset[i][k], p.operand[k], valid[i]);"
 texts = {"elementwise.cuh": real.replace(place, place.replace("offset[i][k],", "offset[i][k] + 4 * (k == 1),"))}
 assert texts["elementwise.cuh"] != real
-text_of = _kernel.cuda_text
-_kernel.cuda_text = lambda name: texts.get(name) or text_of(name)
+text_of = _source.cuda_text
+_source.cuda_text = lambda name: texts.get(name) or text_of(name)
 OP(torch.randn(33, 7), 2.0, 1.0, impl="host")
 print("not caught")
 """

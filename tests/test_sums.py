@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from cupyfused import _sums
-from cupyfused._kernel import BLOCK
+from cupyfused._source import BLOCK
 from cupyfused._sums import Role, SumLayout, plan_sums
 
 Ints = tuple[int, ...]

@@ -18,6 +18,7 @@ from cupyfused._dtypes import BY_NAME
 from cupyfused._layout import Strided
 from cupyfused._op import OPS
 from cupyfused._plan import Backend, Described, map_plan
+from cupyfused._source import Variant
 from cupyfused._variants import table
 from cupyfused.ops import fused_scale_bias
 
@@ -32,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-Compiled = list[tuple[_kernel.Variant, str]]
+Compiled = list[tuple[Variant, str]]
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """What NVRTC would have been asked for; each kernel's code is a word."""
     asked: Compiled = []
 
-    def compile_cubin(variant: _kernel.Variant, arch: str) -> bytes:
+    def compile_cubin(variant: Variant, arch: str) -> bytes:
         asked.append((variant, arch))
         return b"code"
 
@@ -59,7 +60,7 @@ def test_the_command_fills_the_cache_that_calls_read(folder: Path, compiled: Com
     assert str(folder) in "".join(done.stdout.split()) and "8 kernels compiled" in done.stdout
 
     assert cupyfused.warmup(SMALL[0], dtypes=SMALL[1], arch="sm_90") == (0, 8)
-    asked: list[_kernel.Variant] = []
+    asked: list[Variant] = []
     backend = Backend("recorder", lambda variant: asked.append(variant) or (lambda *launch: None), 132)
     int32 = Described(BY_NAME["int32"], Strided((3, 8), (8, 1)))
     map_plan(fused_scale_bias.OP, (3, 8), [int32] * 4, backend)
