@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _arrays, _kernel
-from ._arrays import Kind, Operand
+from . import _arrays, _kernel, _op
+from ._arrays import ArrayKind
 from ._dtypes import BY_NAME
 from ._op import Call, choose_backend, decide, fitted, open_operands, run
 from ._out import open_out
@@ -18,43 +18,111 @@ if TYPE_CHECKING:
 
 __all__ = ["call_arrays"]
 
-_COMPUTE = {"float16": "float32", "bfloat16": "float32"}
+
+class _Ready:
+    """A call's signature, decided, with what allocates its result."""
+
+    def __init__(self, op: Op, kind: ArrayKind, call: Call):
+        self.call = call
+        self.allocate = kind.allocator(call.shape, call.strides, call.dtype, call.device)
+        self.namespace: Any = np if kind is _arrays.NUMPY else None if call.backend else _kernel.import_cupy()
+        self.compute = np.dtype(_COMPUTE.get(call.dtype.name, call.dtype.name))
+        self.dtype = _arrays.library_dtype(call.dtype.name)
+        self.strides = tuple(stride * call.dtype.size for stride in call.strides)
+        typed = [one.typed for one in call.operands if one.typed is not None]
+        # Numbers of a floating call need no look, and arrays of its dtype no cast.
+        self.is_uncast = call.dtype.is_floating and all(one.dtype.name == self.compute.name for one in typed)
 
 
-def call_arrays(op: Op, kind: Kind, values: Sequence[Any], out: Any, impl: str) -> Any:
+def call_arrays(op: Op, kind: ArrayKind, values: Sequence[Any], out: Any, impl: str) -> Any:
     """Compute an op for arrays of one kind."""
+    prepared = None if out is not None else _prepare(kind, values, impl)
+    if prepared is not None:
+        key, slots = prepared
+        ready = op.calls.get(key)
+        if ready is not None:
+            return _run(op, kind, ready, values, slots, None)
     operands = open_operands(op, kind, values, BY_NAME["float32"])
     device = operands[0].device
     assert device is not None
-    backend = choose_backend(op, impl, device)
     opened = None if out is None else open_out(op, kind, out)
-    signature = tuple((type(one.value) if one.device is None else None, one.described, one.typed) for one in operands)
-    key = None if opened else (kind.name, device, backend and backend.name, signature)
-    call = op.calls.get(key) if key else None
-    if call is None:
-        call = decide(op, operands, opened, backend)
-        if key:
-            op.remember(key, call)
-    result = out if out is not None else kind.empty(call.shape, call.strides, call.dtype, device)
-    if backend is None:
-        namespace = np if kind is _arrays.NUMPY else _kernel.import_cupy()
-        result[...] = _reference(op, namespace, call, operands)
-    elif call.launch is not None:
-        slots = [one.address if one.described.array else one.value or 0 for one in operands]
-        run(op, call, kind.stream(device), kind.address(result), slots)
+    call = decide(op, operands, opened, choose_backend(op, impl, device))
+    ready = _Ready(op, kind, call)
+    if prepared is not None:
+        op.remember(key, ready)
+    slots = [one.address if one.described.array else one.value or 0 for one in operands]
+    return _run(op, kind, ready, [one.value for one in operands], slots, out)
+
+
+def _prepare(kind: ArrayKind, values: Sequence[Any], impl: str) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """Return what tells one signature from another, and an address or number for each argument.
+
+    None if an argument is anything but a number or an array of the library's own class: the door looks closer.
+    """
+    array, slots, address = kind.array, [], 0
+    reads_memory = kind is not _arrays.NUMPY or "host" in (impl, _op.cpu_impl)
+    key: list[Any] = [impl, _op.cpu_impl]
+    for value in values:
+        own = type(value)
+        if own is array:
+            if reads_memory:
+                address = kind.address(value)
+            slots.append(address)
+            key += (value.dtype, value.shape, value.strides, kind.index(value), address & 15)
+        elif own is float or own is int or own is bool:
+            slots.append(value)
+            key.append(own)
+        elif value is None:
+            slots.append(0)
+            key.append(None)
+        else:
+            return None
+    return tuple(key), slots
+
+
+def _run(op: Op, kind: ArrayKind, ready: _Ready, values: Sequence[Any], slots: Sequence[Any], out: Any) -> Any:
+    call = ready.call
+    if call.backend is None:
+        return _reference(op, ready, values, out)
+    result = ready.allocate() if out is None else out
+    if call.launch is not None:
+        run(op, call, kind.stream(call.device), kind.address(result), slots)
     return result
 
 
-def _reference(op: Op, namespace: Any, call: Call, operands: Sequence[Operand]) -> Any:
+# ---- the composed expression --------------------------------------------------------------------------------------------
+
+_COMPUTE = {"float16": "float32", "bfloat16": "float32"}
+
+
+def _reference(op: Op, ready: _Ready, values: Sequence[Any], out: Any) -> Any:
     """Compute the expression in the dtype of the arithmetic; overflow and NaN are values here, not warnings."""
-    compute = np.dtype(_COMPUTE.get(call.dtype.name, call.dtype.name))
-    numbers = fitted(op, call, [one.value for one in operands])
-    values = [
-        value if one.typed is None else _cast(namespace, value, compute) if one.described.array else compute.type(value)
-        for one, value in zip(operands, numbers)
-    ]
+    call, compute = ready.call, ready.compute
     with np.errstate(all="ignore"):
-        return op.reference(namespace, *values)
+        if ready.is_uncast:
+            cast = [compute.type(value) if isinstance(value, (int, float)) else value for value in values]
+        else:
+            cast = [
+                value
+                if one.typed is None
+                else _cast(ready.namespace, value, compute)
+                if one.described.array
+                else compute.type(value)
+                for one, value in zip(call.operands, fitted(op, call, values))
+            ]
+        y = op.reference(ready.namespace, *cast)
+        if out is None and _is_the_result(y, cast, ready):
+            return y
+        result = ready.allocate() if out is None else out
+        result[...] = y
+    return result
+
+
+def _is_the_result(y: Any, cast: Sequence[Any], ready: _Ready) -> bool:
+    """Whether what the expression gave is a fresh array that lies as the result must."""
+    if type(y) is not np.ndarray or y.dtype != ready.dtype or y.strides != ready.strides or not y.flags.owndata:
+        return False
+    return not any(one is y for one in cast)
 
 
 def _cast(namespace: Any, array: Any, compute: Any) -> Any:

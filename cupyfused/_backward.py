@@ -23,19 +23,37 @@ from ._torch_kind import TORCH
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["describe_gradient", "launch_backward"]
+__all__ = ["Planned", "describe_gradient", "launch_backward"]
 
 Gradients = list[Tensor | None]
 
 
-class _Planned:
+class Planned:
     """A backward call, decided, with what PyTorch needs to allocate for it."""
 
-    def __init__(self, plan: SumPlan | None, targets: Sequence[Described | None]):
-        self.plan = plan
+    def __init__(self, call: Call, plan: SumPlan | None, targets: Sequence[Described | None]):
+        self.call, self.plan = call, plan
         self.targets = [None if one is None else _allocation(one) for one in targets]
         self.workspace = plan.workspace if plan is not None else 0
         self.workspace_dtype = TORCH_DTYPES[plan.workspace_dtype.name] if plan is not None else None
+
+    def launched(self, grad_out: Tensor, slots: Sequence[Any]) -> Gradients:
+        """Allocate the gradients and launch; `slots` are the arguments of forward as addresses and numbers."""
+        allocate = grad_out.new_empty_strided
+        gradients: Gradients = [None if one is None else allocate(one[0], one[1], dtype=one[2]) for one in self.targets]
+        plan, call = self.plan, self.call
+        if plan is None:
+            return [None if one is None else one.zero_() for one in gradients]
+        workspace = grad_out.new_empty(self.workspace, dtype=self.workspace_dtype) if self.workspace else None
+        inputs = call.inputs
+        operands, options = [grad_out.data_ptr(), *slots[:inputs]], slots[inputs:]
+        pointers = [0 if one is None else one.data_ptr() for one in gradients]
+        stream, scratch = TORCH.stream(call.device), 0 if workspace is None else workspace.data_ptr()
+        try:
+            plan.run(stream, operands, options, pointers, scratch)
+        except (struct.error, OverflowError):
+            plan.run(stream, _fit(operands, call.dtype), _fit(options, call.dtype), pointers, scratch)
+        return gradients
 
 
 def _allocation(one: Described) -> tuple[Ints, Ints, torch.dtype]:
@@ -58,34 +76,18 @@ def launch_backward(
     saved: Sequence[Tensor],
     wanted: Sequence[bool],
     as_tensors: bool,
-) -> Gradients:
-    """Launch the backward kernel.
+) -> tuple[Gradients, Planned]:
+    """Launch the backward kernel; returns the gradients and the plan.
 
     `slots` are the arguments of forward as addresses and numbers; `saved` are those at `places`, which may lie elsewhere by now.
     `as_tensors` says how the options were given.
     """
     slots, call = _located(call, slots, places, saved)
-    address = grad_out.data_ptr()
-    key = (grad_out.stride(), address & 15, wanted, places, as_tensors)
+    key = (grad_out.stride(), grad_out.data_ptr() & 15, wanted, places, as_tensors)
     planned = call.backward.get(key)
     if planned is None:
         planned = call.backward[key] = _plan(op, call, grad_out, places, wanted, as_tensors)
-    gradients: Gradients = [
-        None if one is None else grad_out.new_empty_strided(one[0], one[1], dtype=one[2]) for one in planned.targets
-    ]
-    plan = planned.plan
-    if plan is None:
-        return [None if one is None else one.zero_() for one in gradients]
-    workspace = grad_out.new_empty(planned.workspace, dtype=planned.workspace_dtype) if planned.workspace else None
-    inputs = len(op.inputs)
-    operands, options = [address, *slots[:inputs]], slots[inputs:]
-    pointers = [0 if one is None else one.data_ptr() for one in gradients]
-    stream, scratch = TORCH.stream(call.device), 0 if workspace is None else workspace.data_ptr()
-    try:
-        plan.run(stream, operands, options, pointers, scratch)
-    except (struct.error, OverflowError):
-        plan.run(stream, _fit(operands, call.dtype), _fit(options, call.dtype), pointers, scratch)
-    return gradients
+    return planned.launched(grad_out, slots), planned
 
 
 def _located(call: Call, slots: Sequence[Any], places: Ints, saved: Sequence[Tensor]) -> tuple[list[Any], Call]:
@@ -121,11 +123,11 @@ def _fit(slots: Sequence[int | float], dtype: Dtype) -> list[int | float]:
     return [fit_number(slot, dtype) if isinstance(slot, float) else slot for slot in slots]
 
 
-def _plan(op: Op, call: Call, grad_out: Tensor, places: Ints, wanted: Sequence[bool], as_tensors: bool) -> _Planned:
+def _plan(op: Op, call: Call, grad_out: Tensor, places: Ints, wanted: Sequence[bool], as_tensors: bool) -> Planned:
     inputs = call.operands[: len(op.inputs)]
     targets = [describe_gradient(one) if asked else None for one, asked in zip(inputs, wanted)]
     if 0 in call.shape:
-        return _Planned(None, targets)
+        return Planned(call, None, targets)
     # A tensor that was not saved is read by no wanted gradient.
     read = [
         Described() if one.typed is not None and one.described.array is not None and k not in places else one.described
@@ -135,4 +137,4 @@ def _plan(op: Op, call: Call, grad_out: Tensor, places: Ints, wanted: Sequence[b
     stored = storage([one.described for one in inputs], call.dtype)
     assert call.backend is not None
     plan = sum_plan(op, call.shape, operands, read[len(inputs) :], op.rule(as_tensors), targets, stored, call.backend)
-    return _Planned(plan, targets)
+    return Planned(call, plan, targets)

@@ -130,7 +130,7 @@ def _backward(op: Op, grad_out: Tensor, *values: Any, mask: Sequence[bool], numb
     _check_backward(op, grad_out, values, mask, prepared[0].call.shape)
     places = tuple(k for k, value in enumerate(values) if value is not None)
     saved = [plain[1 + k] for k in places]
-    gradients = launch_backward(op, prepared[0].call, plain[0], prepared[1], places, saved, tuple(mask), not numbers)
+    gradients, _ = launch_backward(op, prepared[0].call, plain[0], prepared[1], places, saved, tuple(mask), not numbers)
     return _returned([one if one is None else one.to(value.device) for one, value in zip(gradients, values)])
 
 

@@ -10,7 +10,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from . import _arrays, _dlpack, _layout, _source
 from ._arrays import Kind, Operand, device_name
@@ -21,6 +21,9 @@ from ._out import check_out
 from ._plan import Backend, Described, map_plan
 from ._result import result_dtype, result_strides
 from .errors import DtypeError, OperandError, message
+
+if TYPE_CHECKING:
+    from ._arrays import ArrayKind
 
 __all__ = ["Call", "Op", "decide", "open_operands", "run"]
 
@@ -83,6 +86,7 @@ class Op:
     takes_bool: bool = True
     text: str | None = None  # the functor; None: cuda_src/<name>.cuh
     calls: dict[Any, Any] = field(default_factory=dict, repr=False)  # by signature: a Call, or for PyTorch what `_short_cut` keeps
+    seen: dict[Any, list[Any]] = field(default_factory=dict, repr=False)  # the last few calls, see `_short_cut`
     known_rules: dict[bool, tuple[float, ...]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -147,7 +151,7 @@ class Op:
             raise DtypeError(message(self.name, self.inputs[0], expected="an array", got=got, remedy=remedy))
         from ._array_call import call_arrays
 
-        return call_arrays(self, kind, values, out, impl)
+        return call_arrays(self, cast("ArrayKind", kind), values, out, impl)
 
 
 def _is_tensor(x: Any) -> bool:
@@ -167,6 +171,7 @@ class Call:
     backend: Backend | None  # None: the reference expression
     launch: Launch | None
     operands: tuple[Operand, ...]  # as they were described the first time; their values and addresses are not to be used
+    inputs: int  # how many of the operands
     items: Ints  # operands whose value is read on the host: 0-dim CPU tensors beside CUDA arrays
     elsewhere: dict[Any, Call] = field(default_factory=dict)  # the same for saved tensors that hooks gave back with other strides
     backward: dict[Any, Any] = field(default_factory=dict)  # plans, by the gradients asked for and how the incoming one lies
@@ -221,7 +226,7 @@ def decide(op: Op, operands: tuple[Operand, ...], out: Operand | None, backend: 
         launch = map_plan(op, shape, [result, *(one.described for one in operands)], backend)
     items = tuple(k for k, one in enumerate(operands) if one.device is None and hasattr(one.value, "item"))
     remembered = tuple(one._replace(value=None, address=0) for one in operands)
-    return Call(shape, strides, dtype, device, backend, launch, remembered, items)
+    return Call(shape, strides, dtype, device, backend, launch, remembered, len(op.inputs), items)
 
 
 def run(op: Op, call: Call, stream: int, result: int, slots: Sequence[Any]) -> None:

@@ -23,11 +23,11 @@ from torch import Tensor
 from . import _arrays, _op
 from ._composed import COMPUTE, decomposed
 from ._dtypes import Dtype
-from ._gates import is_dispatching, is_plain, is_profiling, is_transformed, is_watched, needs_gradient
+from ._gates import in_forward_mode, is_dispatching, is_plain, is_profiling, is_transformed, is_watched, needs_gradient
 from ._op import Call
 from ._out import open_out
 from ._promotion import DTYPES, TORCH_DTYPES, autocasts, result_dtype
-from ._short_cut import Ready, open_values, prepare, without_class
+from ._short_cut import Ready, open_values, prepare, prepare_again, remember_seen, without_class
 from ._torch_kind import TORCH, TORCH_UNREAD
 from .errors import CudaError, OperandError, message
 
@@ -56,6 +56,10 @@ def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor
 
         return compiled_call(op, values, out, impl)
     try:
+        if out is None and impl == "auto" and not is_profiling() and not in_forward_mode():
+            prepared = prepare_again(op, values)
+            if prepared is not None:
+                return _run(op, values, *prepared)
         if out is None and op.autocast == "none" and not is_watched() and not is_profiling():
             y = _plain_call(op, values, impl)
             if y is not None:
@@ -71,7 +75,12 @@ def _plain_call(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None = 
     prepared = prepare(op, values, impl, dtype)
     if prepared is None:
         return None
-    ready, slots, requires_grad = prepared
+    if impl == "auto" and dtype is None:
+        remember_seen(op, values, prepared)
+    return _run(op, values, *prepared)
+
+
+def _run(op: Op, values: Sequence[Any], ready: Ready, slots: list[Any], requires_grad: bool) -> Tensor:
     if ready.call.backend is None:
         if requires_grad:
             check_options(op, values)

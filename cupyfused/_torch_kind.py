@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
-from . import _arrays, _dlpack
+from . import _dlpack
 from ._arrays import Device
-from ._dtypes import Dtype
-from ._layout import Ints, Strided
+from ._layout import Strided
 from ._plan import Described
-from ._promotion import DTYPES, TORCH_DTYPES
+from ._promotion import DTYPES
 
 __all__ = ["TORCH", "TORCH_UNREAD", "TorchKind", "raw_stream"]
 
@@ -57,9 +56,6 @@ class TorchKind:
 
     def address(self, array: Tensor) -> int:
         return array.data_ptr()
-
-    def empty(self, shape: Ints, strides: Ints, dtype: Dtype, device: Device) -> Tensor:
-        return torch.empty_strided(shape, strides, dtype=TORCH_DTYPES[dtype.name], device=_arrays.device_name(device))
 
     def stream(self, device: Device) -> int:
         return raw_stream(device[1])() if device[0] == _dlpack.CUDA else 0

@@ -103,7 +103,7 @@ def test_a_mistake_in_the_files_that_ops_share(needed: list[Any], monkeypatch: p
     text = _source.cuda_text(file)
     line = next(number for number, one in enumerate(text.split("\n"), 1) if one.startswith("struct "))
     own_text = _source.cuda_text
-    monkeypatch.setattr(_kernel, "cuda_text", lambda name: broken(text, line) if name == file else own_text(name))
+    monkeypatch.setattr(_source, "cuda_text", lambda name: broken(text, line) if name == file else own_text(name))
     op = op_named("fused_scale_bias_clamp")
     call(op)
     with pytest.raises(CompileError, match=rf"(?m)^{re.escape(file)}\({line}\): error: "):

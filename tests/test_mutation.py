@@ -24,7 +24,7 @@ MUTATIONS = [
     (fused_scale_bias_clamp.OP, "grad_x = g * scale;", "grad_x = -g * scale;"),
     (fused_scale_bias_clamp.OP, "grad_scale = g * x;", "grad_scale = -g * x;"),
     (fused_scale_bias_clamp.OP, "grad_bias = g;", "grad_bias = grad_out;"),
-    (fused_scale_bias_clamp.OP, "(v >= first) & (v <= last)", "(v >= first) | (v <= last)"),
+    (fused_scale_bias_clamp.OP, "(seen >= first) & (seen <= last)", "(seen >= first) | (seen <= last)"),
     (fused_scale_bias_clamp.OP, "return clamp(multiply_add", "return (multiply_add"),
 ]
 

@@ -43,8 +43,8 @@ import dataclasses, torch
 from cupyfused import _source
 from cupyfused.ops.fused_scale_bias import OP
 real = _source.cuda_text("elementwise.cuh")
-place = "offset[i][k], p.operand[k], valid[i]);"
-texts = {"elementwise.cuh": real.replace(place, place.replace("offset[i][k],", "offset[i][k] + 4 * (k == 1),"))}
+place = "name[i].load(p.address[k], offset[k] + i"
+texts = {"elementwise.cuh": real.replace(place, place.replace("offset[k]", "offset[k] + 4 * (k == 1)"))}
 assert texts["elementwise.cuh"] != real
 text_of = _source.cuda_text
 _source.cuda_text = lambda name: texts.get(name) or text_of(name)
