@@ -50,6 +50,8 @@ def call_arrays(op: Op, kind: ArrayKind, values: Sequence[Any], out: Any, impl: 
     ready = _Ready(op, kind, call)
     if prepared is not None:
         op.remember(key, ready)
+    else:
+        ready.is_uncast = False  # an array of another class, which may multiply as matrices do
     slots = [one.address if one.described.array else one.value or 0 for one in operands]
     return _run(op, kind, ready, [one.value for one in operands], slots, out)
 
@@ -61,7 +63,7 @@ def _prepare(kind: ArrayKind, values: Sequence[Any], impl: str) -> tuple[tuple[A
     """
     array, slots, address = kind.array, [], 0
     reads_memory = kind is not _arrays.NUMPY or "host" in (impl, _op.cpu_impl)
-    key: list[Any] = [impl, _op.cpu_impl]
+    key: list[Any] = [kind.name, impl, _op.cpu_impl]
     for value in values:
         own = type(value)
         if own is array:

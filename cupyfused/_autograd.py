@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ._backward import Planned, describe_gradient, launch_backward
 from ._composed import composed_gradients
-from ._gates import in_forward_mode, is_plain, is_watched
+from ._gates import is_plain, is_watched
 from ._layout import Ints
 from ._promotion import TORCH_DTYPES
 from ._short_cut import Ready, look_alike, prepare
@@ -88,7 +88,7 @@ def _backward(op: Op, ctx: Any, grad_out: Tensor | None) -> Gradients:
     if grad_out is None:
         return (None,) * inputs + nothing
     saved = ctx.saved_tensors
-    if not torch.is_grad_enabled() and not in_forward_mode():
+    if not torch.is_grad_enabled() and not is_watched():
         for seen in ready.seen_backward:
             if seen.needs == needs and seen.check(grad_out, *saved):
                 slots, bits = list(ctx.slots), grad_out.data_ptr() or 1

@@ -134,14 +134,15 @@ _guards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "
 def look_alike(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Return what tells by one look whether tensors are just like these ones.
 
-    That is their class, dtype, shape, strides, device and sign, whether they require a gradient, and which modes, transforms,
-    tracers and autocast are at work: all but forward mode. It is what code compiled by Dynamo begins with; a private name, so
-    None where it is missing, and each call is prepared.
+    That is their class, dtype, shape, strides, device and sign, whether they require a gradient, and whether autocast is on; not
+    all of what watches calls, so `is_watched` is asked besides. It is what code compiled by Dynamo begins with: a private name,
+    so None where it is missing, or where it would not know these ones again, as if one comes twice; then each call is prepared.
     """
     if _guards is None:
         return None
     sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
-    return _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[no-any-return]
+    check: Callable[..., bool] = _guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check if check(*tensors) else None
 
 
 class _Seen:

@@ -23,7 +23,7 @@ from torch import Tensor
 from . import _arrays, _op
 from ._composed import COMPUTE, decomposed
 from ._dtypes import Dtype
-from ._gates import in_forward_mode, is_dispatching, is_plain, is_profiling, is_transformed, is_watched, needs_gradient
+from ._gates import is_dispatching, is_plain, is_profiling, is_transformed, is_watched, needs_gradient
 from ._op import Call
 from ._out import open_out
 from ._promotion import DTYPES, TORCH_DTYPES, autocasts, result_dtype
@@ -56,12 +56,11 @@ def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor
 
         return compiled_call(op, values, out, impl)
     try:
-        if out is None and impl == "auto" and not is_profiling() and not in_forward_mode():
-            prepared = prepare_again(op, values)
-            if prepared is not None:
-                return _run(op, values, *prepared)
-        if out is None and op.autocast == "none" and not is_watched() and not is_profiling():
-            y = _plain_call(op, values, impl)
+        if out is None and not is_watched() and not is_profiling():
+            again = prepare_again(op, values) if impl == "auto" else None
+            if again is not None:
+                return _run(op, values, *again)
+            y = _plain_call(op, values, impl) if op.autocast == "none" else None
             if y is not None:
                 return y
         return _route(op, values, out, impl)

@@ -19,6 +19,7 @@ from cupyfused.ops.fused_scale_bias import OP
 def autocast_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each class that an op can state; the op is fused_scale_bias, its calls are decided anew."""
     monkeypatch.setattr(OP, "autocast", request.param)
+    monkeypatch.setattr(OP, "seen", {})  # what was seen is told by its tensors, and an op's class never changes
     monkeypatch.setattr(OP, "calls", {})
     yield request.param
     torch.compiler.reset()
