@@ -127,13 +127,13 @@ class Op:
 
     def __call__(self, *values: Any, out: Any = None, impl: str = "auto") -> Any:
         """Compute the op for any kind of array; the entry of every public function."""
+        if impl == "auto" and torch_call is not None and isinstance(values[0], tensor_class):
+            return torch_call(self, values, out, impl)
         if impl not in IMPLS:
             expected = f"one of {', '.join(IMPLS[:3])}"
             raise OperandError(
                 message(self.name, "impl", expected=expected, got=repr(impl), remedy="Leave it out for the default.")
             )
-        if torch_call is not None and isinstance(values[0], tensor_class):
-            return torch_call(self, values, out, impl)
         if _is_tensor(values[0]):
             from . import _library  # noqa: F401  # the first tensor registers the ops, and sets torch_call
 

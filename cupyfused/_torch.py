@@ -59,7 +59,10 @@ def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor
         if out is None and not is_watched() and not is_profiling():
             again = prepare_again(op, values) if impl == "auto" else None
             if again is not None:
-                return _run(op, values, *again)
+                ready, slots, requires_grad = again
+                if ready.call.backend is not None and not requires_grad:
+                    return ready.launched(values, slots)
+                return _run(op, values, ready, slots, requires_grad)
             y = _plain_call(op, values, impl) if op.autocast == "none" else None
             if y is not None:
                 return y
@@ -174,7 +177,11 @@ def eager_forward(op: Op, values: Sequence[Any], dtype: Dtype | None) -> Tensor:
     """Launch the forward kernel for the registered operator; `dtype` overrides the promoted one."""
     plain = [without_class(value) for value in values]
     prepared = prepare(op, plain, "auto", dtype)
-    assert prepared is not None
+    if prepared is None:
+        remedy = "Call it while the memory is there, inside the module that gathers its parameters say."
+        raise OperandError(
+            message(op.name, "operands", expected="tensors with memory", got="one whose storage was freed", remedy=remedy)
+        )
     return prepared[0].launched(plain, prepared[1])
 
 

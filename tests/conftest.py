@@ -64,6 +64,10 @@ def has_nvrtc() -> bool:
 _own_cache = pytest.StashKey[str]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-architecture", action="store_true", help="Compile every instance for every architecture.")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # PyTorch warns of what its own clamp and jvp call inside, and 2.6 of what its gradcheck calls.
     for message in (".torch.jit", "Please use .torch.vmap"):
