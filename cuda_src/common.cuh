@@ -208,6 +208,7 @@ enum Form {
     PACKETS,  // an array whose packets are loaded whole
     SPREAD,   // the same, or an array whose dim 0 is broadcast (the gradient of a sum, say)
     UNIFORM,  // one value for a packet: a number, or an array whose dim 0 is broadcast
+    GATHERED, // an array whose elements for a packet may lie anywhere (forward only)
     EITHER,   // packets are single elements: a number or an array
 };
 enum Duty { STORES = 1, SUMS = 2, SUMS_ROWS = 4 };
@@ -262,6 +263,7 @@ template <typename T, typename A, int W, Form FORM> struct Packet {
         if (W == 1 || FORM == UNIFORM || (FORM == SPREAD && operand.access == ARRAY)) value[0] = *base;
         else whole = *(const Whole*)base;
     }
+    __device__ __forceinline__ void load_element(int e, uint64 address, int64 offset) { value[e] = ((const T*)address)[offset]; }
     // Once all loads are under way: gives each element of the packet its value.
     __device__ __forceinline__ void settle(uint64 bits, const Operand& operand)
     {
@@ -293,6 +295,7 @@ template <typename T, typename A, int W, Form FORM> struct Packet {
 template <typename A> struct Packet<any_dtype, A, 1, EITHER> {
     A value;
 
+    __device__ __forceinline__ void load_element(int, uint64, int64) {}
     __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand)
     {
         if (operand.access >= ARRAY) value = load_any<A>((const void*)address, offset, operand.dtype);

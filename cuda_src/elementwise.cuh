@@ -39,7 +39,8 @@ struct MapParameters {
     Scalar scalar[SCALAR_COUNT + 1];
     Dims dims;
     // The items of a thread lie along dim 1, in which the loop over `dims` counts groups of them; along dim 0, BLOCK apart, where
-    // that is the only one. So the index is taken apart once for all of them.
+    // that is the only one. So the index is taken apart once for all of them. Where an operand is GATHERED, the others are walked
+    // as one dim, whatever `dims` are: they count elements then, and lead to its.
     int64 item_stride[OPERAND_COUNT];
     uint64 items_extent;  // of the dim that items lie along
     uint64 threads;
@@ -48,13 +49,35 @@ struct MapParameters {
     int32 ndim;
 };
 
+#define GATHERS(k, name, T, form, held) | ((form) == GATHERED ? 1u << k : 0u)
+constexpr uint32 GATHERED_ONES = 0 OPERANDS(GATHERS);
+
+// Where the elements of a packet lie in the operands that are GATHERED: a packet begins in one row and may end in the next.
+struct Gathered {
+    int64 here[OPERAND_COUNT], next[OPERAND_COUNT];
+    INDEX left;  // elements up to the end of the row
+
+    __device__ __forceinline__ Gathered(const MapParameters& p, INDEX element) : here{}, next{}
+    {
+        left = (INDEX)p.dims.extent[0] - (element - p.dims.divide(element, 0) * (INDEX)p.dims.extent[0]);
+        add_packet_offsets<OPERAND_COUNT, GATHERED_ONES>(p.dims, 0, p.ndim, element, p.operand, here);
+        add_packet_offsets<OPERAND_COUNT, GATHERED_ONES>(p.dims, 0, p.ndim, element + left, p.operand, next);
+    }
+    __device__ __forceinline__ int64 offset(int k, INDEX e, STRIDE stride) const
+    {
+        return e < left ? advance(here[k], e, stride) : advance(next[k], e - left, stride);
+    }
+};
+
 __device__ __forceinline__ void forward_tail(const MapParameters& p)
 {
     OPERANDS(DECLARE_ONE)
     SCALARS(DECLARE_SCALAR)
     const int64 element = (int64)p.packets * WIDTH + threadIdx.x;
     constexpr int i = 0, e = 0;
-#define LOAD_INPUT(k, name, T, form, held) if (k > 0) { LOAD_ONE(k, name, T, form, held) }
+#define LOAD_INPUT(k, name, T, form, held)                                                                                       \
+    if (k > 0 && (form) == GATHERED) name[0].load_element(0, p.address[k], Gathered(p, (INDEX)element).here[k]);                 \
+    else if (k > 0) { LOAD_ONE(k, name, T, form, held) }
     OPERANDS(LOAD_INPUT)
     result[0].set(0, OP::forward<A>(ARGUMENTS));
     result[0].store(p.address[0], element * p.operand[0].step, p.operand[0]);
@@ -66,7 +89,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant
     SCALARS(DECLARE_SCALAR)
     int64 offset[OPERAND_COUNT] = {};
     INDEX thread = (INDEX)blockIdx.x * BLOCK + threadIdx.x, place;
-    if (p.ndim == 1) {
+    const bool one_dim = GATHERED_ONES != 0 || p.ndim == 1;
+    if (one_dim) {
         place = (INDEX)blockIdx.x * (BLOCK * ITEMS) + threadIdx.x;
 #pragma unroll
         for (int k = 0; k < OPERAND_COUNT; ++k) offset[k] = advance(0, place, p.operand[k].stride[0]);
@@ -75,13 +99,23 @@ extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant
     }
     // Of the items of a thread as many exist as dim 1 still has, or, along one dim, as lie before its end.
     const INDEX left = thread >= p.threads || place >= p.items_extent ? 0 : (INDEX)p.items_extent - place;
-    const INDEX apart = p.ndim == 1 ? BLOCK : 1;
+    const INDEX apart = one_dim ? BLOCK : 1;
 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (i * apart >= left) continue;
-#define LOAD(k, name, T, form, held) if (k > 0) name[i].load(p.address[k], offset[k] + i * p.item_stride[k], p.operand[k]);
+#define LOAD(k, name, T, form, held) \
+        if (k > 0 && (form) != GATHERED) name[i].load(p.address[k], offset[k] + i * p.item_stride[k], p.operand[k]);
         OPERANDS(LOAD)
+        if constexpr (GATHERED_ONES != 0) {
+            const Gathered gathered(p, (place + i * BLOCK) * WIDTH);
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) {
+#define LOAD_ELEMENT(k, name, T, form, held) \
+                if ((form) == GATHERED) name[i].load_element(e, p.address[k], gathered.offset(k, e, p.operand[k].stride[0]));
+                OPERANDS(LOAD_ELEMENT)
+            }
+        }
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {

@@ -17,8 +17,9 @@ from ._arrays import Kind, Operand, device_name
 from ._dtypes import Dtype, fit_number
 from ._launch import Launch
 from ._layout import Ints, Strided
+from ._map_plan import map_plan
 from ._out import check_out
-from ._plan import Backend, Described, map_plan
+from ._plan import Backend, Described
 from ._result import result_dtype, result_strides
 from .errors import DtypeError, OperandError, message
 

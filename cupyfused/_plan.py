@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import _layout
 from ._dtypes import BY_NAME, Dtype
-from ._launch import Launch, Launcher
+from ._launch import Launcher
 from ._layout import Ints, Layout, Strided
-from ._parameters import INDEX_LIMIT, fill_dims, map_struct
-from ._source import BLOCK, LARGE_DIMS, SMALL_DIMS, Variant
+from ._parameters import INDEX_LIMIT
+from ._source import LARGE_DIMS, SMALL_DIMS, Variant
 from .errors import OperandError, message
 
 if TYPE_CHECKING:
@@ -27,12 +26,12 @@ __all__ = [
     "Described",
     "Packets",
     "Storage",
+    "check_dims",
     "choose_form",
     "choose_packets",
     "fill_operand",
     "fill_scalar",
     "is_large",
-    "map_plan",
     "slot_format",
     "split_tail",
     "storage",
@@ -186,41 +185,3 @@ def check_dims(op: Op, layout: Layout) -> None:
                 remedy="Make an operand contiguous.",
             )
         )
-
-
-def map_plan(op: Op, shape: Ints, operands: Sequence[Described], backend: Backend) -> Launch | None:
-    """Plan a forward call: the returned launch takes the address of y, then an address or a number for each operand.
-
-    `operands` are the result, then inputs and options. None if the result has no elements.
-    """
-    if 0 in shape:
-        return None
-    result, rest = operands[0], operands[1:]
-    assert result.dtype is not None
-    stored = storage(rest[: len(op.inputs)], result.dtype)
-    tensors = 1 + len(op.inputs)
-    strides = [_layout.broadcast_strides(one.array, shape) if one.array else (0,) * len(shape) for one in operands[:tensors]]
-    layout = _layout.collapse(shape, strides, [k for k, one in enumerate(operands[:tensors]) if one.array])
-    arrays = [(k, one) for k, one in enumerate(operands[:tensors]) if one.array]
-    width, items, general = choose_packets(layout, arrays, [0, 1], stored)
-    forms = tuple(choose_form(one, own, general) for one, own in zip(operands[1:tensors], layout.strides[1:]))
-    extents, tail = split_tail(layout.extents, width)
-    groups = tuple(-(-extent // items) if dim == 1 else extent for dim, extent in enumerate(extents))
-    threads = math.prod(groups) if len(extents) > 1 else BLOCK * -(-extents[0] // (BLOCK * items))
-    check_dims(op, layout)
-    large = is_large(layout, width)
-    variant = Variant(
-        op, "forward", stored.x, stored.parameter, stored.result.stored, stored.result.arithmetic, width, items, forms, (), large
-    )
-    parameters = map_struct(tensors, len(op.options), large)()
-    for k, (one, own) in enumerate(zip(operands[:tensors], layout.strides)):
-        parameters.item_stride[k] = own[1] if len(own) > 1 else own[0] * width * BLOCK
-        by_group = tuple(stride * items if dim == 1 else stride for dim, stride in enumerate(own))
-        fill_operand(parameters.operand[k], one, by_group, width)
-    for k, one in enumerate(operands[tensors:]):
-        fill_scalar(parameters.scalar[k], one)
-    fill_dims(parameters.dims, groups)
-    parameters.items_extent = extents[1] if len(extents) > 1 else extents[0]
-    parameters.threads, parameters.packets, parameters.tail, parameters.ndim = threads, extents[0], tail, len(extents)
-    slots = "".join(slot_format(one, stored, exact=k >= tensors) for k, one in enumerate(operands))
-    return Launch(backend.load(variant), (-(-threads // BLOCK), 1), bytes(parameters), slots)

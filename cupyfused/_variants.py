@@ -56,6 +56,10 @@ def _forward(op: Op, stored: Storage, sizes: Sequence[bool]) -> Iterator[Variant
     for width, items in _packets(stored):
         for forms in itertools.product(("UNIFORM", "PACKETS"), repeat=inputs - 1):
             yield _variant(op, "forward", stored, (width, items), ("PACKETS", *forms), ())
+    if stored.x != "any_dtype" and stored.result.is_floating and stored.packet > 1:
+        for forms in itertools.product(("UNIFORM", "PACKETS", "GATHERED"), repeat=inputs - 1):
+            if "GATHERED" in forms:
+                yield _variant(op, "forward", stored, (stored.packet, 1), ("PACKETS", *forms), ())
 
 
 def _backward(op: Op, stored: Storage, numbers: Numbers, sizes: Sequence[bool]) -> Iterator[Variant]:

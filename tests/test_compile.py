@@ -15,8 +15,9 @@ from cupyfused import _kernel
 from cupyfused._dtypes import BY_NAME, DTYPES, Rank, Typed, fold_types
 from cupyfused._launch import Launcher
 from cupyfused._layout import Strided, broadcast_shapes, broadcast_strides, contiguous_strides
+from cupyfused._map_plan import map_plan
 from cupyfused._op import Op
-from cupyfused._plan import Backend, Described, map_plan, storage
+from cupyfused._plan import Backend, Described, storage
 from cupyfused._source import Variant
 from cupyfused._sum_plan import sum_plan
 from cupyfused._variants import storages, table
