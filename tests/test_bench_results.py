@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import itertools
 import json
@@ -104,3 +105,18 @@ def test_tables_name_the_absent_and_the_wrong() -> None:
     printed = console.export_text()
     for expected in ("Triton by hand: Triton is not installed", "off by 0.5", "96% / 96%", "AdaLN", "CUDA graph", "first result"):
         assert expected in printed
+
+
+def test_documents_hold_what_was_measured() -> None:
+    """The tables of the README and of the documents are those of the results that are kept."""
+    root = Path(__file__).parents[1]
+    specification = importlib.util.spec_from_file_location("tables", root / "benchmarks" / "tables.py")
+    assert specification is not None and specification.loader is not None
+    tables = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(tables)
+    measured = tables.load(tables.RESULTS)
+    assert not measured.untimed
+    for document in tables.DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        assert "<!-- end of " in text
+        assert tables.written(text, measured) == text, f"python benchmarks/tables.py has not been run since {document.name} changed"
