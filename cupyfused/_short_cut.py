@@ -53,6 +53,8 @@ class Ready:
         # What a saved tensor must still be for a kernel to read it.
         self.told = [(one.dtype, one.shape, one.device) if isinstance(one, Tensor) else None for one in values]
         self.as_tensors = _op.are_tensors(values[len(op.inputs) :])
+        self.seen: list[_Seen] = []  # what tells calls of this signature; making one takes as long as a call
+        self.is_told = self.default_dtype is None
         self.seen_backward: list[Any] = []  # the last few backward calls, see `_autograd`
 
     @functools.cached_property
@@ -173,12 +175,21 @@ def prepare_again(op: Op, values: Sequence[Any]) -> Prepared | None:
 def remember_seen(op: Op, values: Sequence[Any], prepared: Prepared) -> None:
     """Keep a call that `prepare` knew, unless more than a look at its tensors decides about it."""
     ready, slots, requires_grad = prepared
-    seen = op.seen.setdefault((_op.cpu_impl, *map(type, values)), [])
-    tensors = [value for value in values if isinstance(value, Tensor)]
     is_aligned = not any(slot & 15 for value, slot in zip(values, slots) if isinstance(value, Tensor))
-    if is_aligned and ready.default_dtype is None and (check := look_alike(tensors)) is not None:
-        seen.insert(0, _Seen(ready, check, values, requires_grad))
-        del seen[_KEPT:]
+    if not ready.is_told or not is_aligned:
+        return
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    known = next((one for one in ready.seen if one.check(*tensors)), None)
+    if known is None:
+        check = look_alike(tensors)
+        if check is None or len(ready.seen) == _KEPT:
+            ready.is_told = False
+            return
+        known = _Seen(ready, check, values, requires_grad)
+        ready.seen.append(known)
+    seen = op.seen.setdefault((_op.cpu_impl, *map(type, values)), [])
+    seen.insert(0, known)
+    del seen[_KEPT:]
 
 
 def _decide(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None) -> Ready:
