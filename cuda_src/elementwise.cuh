@@ -52,7 +52,8 @@ struct MapParameters {
 #define GATHERS(k, name, T, form, held) | ((form) == GATHERED ? 1u << k : 0u)
 constexpr uint32 GATHERED_ONES = 0 OPERANDS(GATHERS);
 
-// Where the elements of a packet lie in the operands that are GATHERED: a packet begins in one row and may end in the next.
+// Where the elements of a packet lie in the operands that are GATHERED: a packet begins in one row and may end in the next, whose
+// place is found always, since a warp would wait for the one thread that needs it.
 struct Gathered {
     int64 here[OPERAND_COUNT], next[OPERAND_COUNT];
     INDEX left;  // elements up to the end of the row
@@ -161,7 +162,7 @@ struct SumParameters {
     uint32 splits;
     uint32 tiles;           // blocks along the position
     int32 tail;             // elements after the packets; only along a single dim
-    int32 position_lanes;   // threads along the position, a power of two up to 32; the others share the loop
+    int32 position_lanes;   // threads along the position, a power of two, with a ROW up to 32; the others share the loop
     int32 loop_begin;       // 1 with a position dim, else 0
     int32 loop_end;
     int32 ndim;

@@ -22,7 +22,7 @@ __all__ = ["call_arrays"]
 class _Ready:
     """A call's signature, decided, with what allocates its result."""
 
-    def __init__(self, op: Op, kind: ArrayKind, call: Call):
+    def __init__(self, kind: ArrayKind, call: Call, is_plain: bool):
         self.call = call
         self.allocate = kind.allocator(call.shape, call.strides, call.dtype, call.device)
         self.namespace: Any = np if kind is _arrays.NUMPY else None if call.backend else _kernel.import_cupy()
@@ -31,7 +31,8 @@ class _Ready:
         self.strides = tuple(stride * call.dtype.size for stride in call.strides)
         typed = [one.typed for one in call.operands if one.typed is not None]
         # Numbers of a floating call need no look, and arrays of its dtype no cast.
-        self.is_uncast = call.dtype.is_floating and all(one.dtype.name == self.compute.name for one in typed)
+        alike = call.dtype.is_floating and all(one.dtype.name == self.compute.name for one in typed)
+        self.is_uncast = is_plain and alike  # an array of another class may multiply as matrices do
 
 
 def call_arrays(op: Op, kind: ArrayKind, values: Sequence[Any], out: Any, impl: str) -> Any:
@@ -47,13 +48,12 @@ def call_arrays(op: Op, kind: ArrayKind, values: Sequence[Any], out: Any, impl: 
     assert device is not None
     opened = None if out is None else open_out(op, kind, out)
     call = decide(op, operands, opened, choose_backend(op, impl, device))
-    ready = _Ready(op, kind, call)
+    ready = _Ready(kind, call, is_plain=prepared is not None)
+    slots = [one.address if one.described.array else one.value or 0 for one in operands]
+    result = _run(op, kind, ready, [one.value for one in operands], slots, out)
     if prepared is not None:
         op.remember(key, ready)
-    else:
-        ready.is_uncast = False  # an array of another class, which may multiply as matrices do
-    slots = [one.address if one.described.array else one.value or 0 for one in operands]
-    return _run(op, kind, ready, [one.value for one in operands], slots, out)
+    return result
 
 
 def _prepare(kind: ArrayKind, values: Sequence[Any], impl: str) -> tuple[tuple[Any, ...], list[Any]] | None:
@@ -61,12 +61,15 @@ def _prepare(kind: ArrayKind, values: Sequence[Any], impl: str) -> tuple[tuple[A
 
     None if an argument is anything but a number or an array of the library's own class: the door looks closer.
     """
-    array, slots, address = kind.array, [], 0
+    array, address = kind.array, 0
+    slots: list[Any] = []
     reads_memory = kind is not _arrays.NUMPY or "host" in (impl, _op.cpu_impl)
     key: list[Any] = [kind.name, impl, _op.cpu_impl]
     for value in values:
         own = type(value)
         if own is array:
+            if not value.shape and slots and kind is _arrays.NUMPY:
+                return None  # the door takes it for a number
             if reads_memory:
                 address = kind.address(value)
             slots.append(address)

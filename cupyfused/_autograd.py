@@ -100,7 +100,7 @@ def _backward(op: Op, ctx: Any, grad_out: Tensor | None) -> Gradients:
     return (*_backward_prepared(op, ctx, grad_out, saved), *nothing)
 
 
-class _Seen(NamedTuple):
+class _SeenBackward(NamedTuple):
     """A backward call that launched a kernel."""
 
     needs: tuple[bool, ...]
@@ -120,7 +120,7 @@ def _backward_prepared(op: Op, ctx: Any, grad_out: Tensor, saved: Sequence[Tenso
             gradients[k] = gradients[k].cpu()  # of a 0-dim CPU tensor beside CUDA arrays, which PyTorch too waits for
     is_aligned = not any(one.data_ptr() & 15 for one in (grad_out, *saved))
     if is_aligned and not ready.call.items and (check := look_alike((grad_out, *saved))) is not None:
-        ready.seen_backward.insert(0, _Seen(needs, check, planned))
+        ready.seen_backward.insert(0, _SeenBackward(needs, check, planned))
         del ready.seen_backward[_KEPT:]
     return gradients
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,9 @@ from torch import Tensor
 
 from . import _layout
 from ._arrays import Operand
-from ._dtypes import Dtype, fit_number
 from ._layout import Ints, Strided
-from ._op import Call
-from ._plan import Described, storage
+from ._op import Call, fitted
+from ._plan import Described, Storage, storage
 from ._promotion import TORCH_DTYPES
 from ._sum_plan import SumPlan, sum_plan
 from ._torch_kind import TORCH
@@ -31,8 +31,8 @@ Gradients = list[Tensor | None]
 class Planned:
     """A backward call, decided, with what PyTorch needs to allocate for it."""
 
-    def __init__(self, call: Call, plan: SumPlan | None, targets: Sequence[Described | None]):
-        self.call, self.plan = call, plan
+    def __init__(self, op: Op, call: Call, plan: SumPlan | None, targets: Sequence[Described | None]):
+        self.op, self.call, self.plan = op, call, plan
         self.targets = [None if one is None else _allocation(one) for one in targets]
         self.workspace = plan.workspace if plan is not None else 0
         self.workspace_dtype = TORCH_DTYPES[plan.workspace_dtype.name] if plan is not None else None
@@ -52,7 +52,8 @@ class Planned:
         try:
             plan.run(stream, operands, options, pointers, scratch)
         except (struct.error, OverflowError):
-            plan.run(stream, _fit(operands, call.dtype), _fit(options, call.dtype), pointers, scratch)
+            fit = fitted(self.op, call, slots)
+            plan.run(stream, [operands[0], *fit[:inputs]], fit[inputs:], pointers, scratch)
         return gradients
 
 
@@ -119,22 +120,30 @@ def _described_anew(call: Call, places: Ints, saved: Sequence[Tensor]) -> Call:
     return found
 
 
-def _fit(slots: Sequence[int | float], dtype: Dtype) -> list[int | float]:
-    return [fit_number(slot, dtype) if isinstance(slot, float) else slot for slot in slots]
-
-
 def _plan(op: Op, call: Call, grad_out: Tensor, places: Ints, wanted: Sequence[bool], as_tensors: bool) -> Planned:
     inputs = call.operands[: len(op.inputs)]
     targets = [describe_gradient(one) if asked else None for one, asked in zip(inputs, wanted)]
     if 0 in call.shape:
-        return Planned(call, None, targets)
+        return Planned(op, call, None, targets)
     # A tensor that was not saved is read by no wanted gradient.
     read = [
         Described() if one.typed is not None and one.described.array is not None and k not in places else one.described
         for k, one in enumerate(call.operands)
     ]
     operands = [TORCH.describe(grad_out), *read[: len(inputs)]]
-    stored = storage([one.described for one in inputs], call.dtype)
+    stored = _storage(call, inputs, targets)
     assert call.backend is not None
     plan = sum_plan(op, call.shape, operands, read[len(inputs) :], op.rule(as_tensors), targets, stored, call.backend)
-    return Planned(call, plan, targets)
+    return Planned(op, call, plan, targets)
+
+
+def _storage(call: Call, inputs: Sequence[Operand], targets: Sequence[Described | None]) -> Storage:
+    """Choose the instance, which must store the gradients too.
+
+    A number may be of any dtype, and so may the gradient of a 0-dim CPU tensor that went by value. Sums are stored in any; where
+    there is one element, so that nothing is summed, the instance is told by the gradients.
+    """
+    stored = [one.described for one in inputs]
+    if math.prod(call.shape) == 1:
+        stored = [target or one for target, one in zip(targets, stored)]
+    return storage(stored, call.dtype)

@@ -138,8 +138,8 @@ def _flat_walk(layout: Layout, tensors: Sequence[Described], stored: Storage) ->
         else:
             forms.append("GATHERED")
             reaches.append(_Reach(own, 1, 0))
-    if forms[:2] != ["PACKETS", "PACKETS"]:
-        return None
+    if forms[:2] != ["PACKETS", "PACKETS"] or "GATHERED" not in forms:
+        return None  # by that form the kernel knows that it walks flat
     count = math.prod(extents)
     packets = count // packet
     threads = BLOCK * -(-packets // BLOCK)

@@ -101,7 +101,9 @@ def prepare(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None = None
                 if value.is_neg():
                     return None
                 address = value.data_ptr()
-                if not address and value.numel():  # a tensor of zeros that PyTorch keeps no memory for, or meta
+                # A tensor of zeros that PyTorch keeps no memory for, or meta, or one whose storage was freed; of a view further
+                # into a freed one the address tells nothing, and PyTorch's own operations read there too.
+                if not address and value.numel():
                     return None
                 slots.append(address)
                 key += (value.dtype, value.shape, value.stride(), value.device, address & 15)

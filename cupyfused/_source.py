@@ -103,7 +103,7 @@ class Variant:
         }
         if forward:
             return defines | {"FORWARD": 1, "ARGUMENTS": ", ".join(arguments)}
-        arguments = ["ELEMENT_OF(grad_out)", *arguments, *(f"(A){number!r}" for number in self.numbers)]
+        arguments = ["ELEMENT_OF(grad_out)", *arguments, *(f"(A){float(number)!r}" for number in self.numbers)]
         arguments += [f"gradient[{k}]" for k in range(len(inputs))]
         return defines | {
             "GRADIENTS(F)": _each([(f"grad_{name}", kind, duties) for (name, kind), duties in zip(inputs, self.duties)]),

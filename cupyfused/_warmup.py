@@ -128,8 +128,8 @@ def _named_ops(ops: Any) -> list[Op]:
 
 def _named_dtypes(dtypes: Any) -> list[Dtype]:
     names = {
-        str(one).rpartition(".")[2]: one for one in _listed("dtypes", dtypes)
-    }  # torch.float32 and NumPy's dtypes are printed so
+        getattr(one, "__name__", str(one).rpartition(".")[2]): one for one in _listed("dtypes", dtypes)
+    }  # classes of NumPy have a name, and PyTorch's and NumPy's dtypes are printed so
     for name, one in names.items():
         if name not in BY_NAME:
             remedy = "Name those of your arrays."

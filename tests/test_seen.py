@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checks import assert_agree
@@ -14,7 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cupyfused
-from cupyfused import OperandError, _short_cut, fused_scale_bias_clamp
+from cupyfused import OperandError, _backward, _short_cut, fused_scale_bias_clamp
+from cupyfused._arrays import Operand
+from cupyfused._dtypes import BY_NAME, Rank, Typed
+from cupyfused._layout import Strided
+from cupyfused._plan import Described
 from cupyfused.ops.fused_scale_bias_clamp import OP
 
 BOUNDS = (-1.0, 1.0)
@@ -145,6 +151,57 @@ def test_storage_that_was_freed(target: Target, generator: torch.Generator) -> N
     bias.untyped_storage().resize_(0)
     with pytest.raises(OperandError, match="storage was freed"):
         fused_scale_bias_clamp(x, scale, bias, *BOUNDS)
+
+
+@pytest.mark.parametrize("impl", ["reference", "host"])
+def test_arrays_without_dims_are_numbers_each_time(impl: str) -> None:
+    """NumPy's count as numbers, so promotion and range are those of numbers, the second time too."""
+    x = np.linspace(-3.0, 3.0, 7, dtype=np.float32)
+    calls = [fused_scale_bias_clamp(x, np.array(1.1), np.array(0.3), *BOUNDS, impl=impl) for _ in range(3)]
+    expected = fused_scale_bias_clamp(x, 1.1, 0.3, *BOUNDS, impl=impl)
+    for y in calls:
+        assert y.dtype == np.float32 and np.array_equal(y, expected)
+    for _ in range(2):
+        with pytest.raises(OperandError, match="a number that int32 holds"):
+            fused_scale_bias_clamp(np.arange(5, dtype=np.int32), 1, 0, np.array(2**32 + 3), None, impl=impl)
+
+
+def test_arrays_of_another_class_after_plain_ones() -> None:
+    x = np.arange(4.0, dtype=np.float32).reshape(2, 2)
+    for one in (x, x.view(np.matrix), x, x.view(np.matrix)):
+        y = fused_scale_bias_clamp(one, one, 0.0, *BOUNDS)
+        assert np.array_equal(y, np.clip(x * x, *BOUNDS))
+
+
+def test_whole_numbers_beyond_the_dtype(target: Target) -> None:
+    """Infinite in forward and in backward."""
+    x = torch.ones(5, device=target.device, requires_grad=True)
+    for scale, low, expected in ((10**39, None, math.inf), (2.0, -(10**39), 2.0)):
+        (gradient,) = torch.autograd.grad(fused_scale_bias_clamp(x, scale, 0.0, low, None).sum(), x)
+        assert torch.equal(gradient, torch.full_like(x, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (5,)], ids=str)
+@pytest.mark.parametrize(("dtype", "parameter"), [(torch.float32, torch.float64), (torch.float16, torch.float32)], ids=str)
+def test_gradient_of_a_parameter_on_the_cpu(shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.dtype) -> None:
+    """Without dims, beside a CUDA tensor: by value, and its gradient in its own dtype, of one element too."""
+    x = torch.full(shape, 3.0, device="cuda", dtype=dtype)
+    scale, bias = (torch.tensor(value, dtype=parameter, requires_grad=True) for value in (2.0, 0.5))
+    y = fused_scale_bias_clamp(x, scale, bias, -100.0, 100.0)
+    for gradient, each in zip(torch.autograd.grad(y.sum(), (scale, bias)), (3.0, 1.0)):
+        assert gradient.dtype == parameter and gradient.item() == each * x.numel()
+
+
+def test_an_instance_stores_the_gradients_of_one_element() -> None:
+    """What the test above asks of a plan, where there is no GPU: 0-dim tensors of the CPU go by value beside CUDA tensors only."""
+    f32, f64, one = BY_NAME["float32"], BY_NAME["float64"], Strided((), ())
+    x = Operand(None, Described(f32, Strided((1,), (1,))), Typed(f32, Rank.ARRAY), (2, 0))
+    number = Operand(None, Described(f64), Typed(f64, Rank.ZERO_DIM), None)
+    for shape, parameter in (((1,), "any_dtype"), ((5,), "float32")):
+        call = SimpleNamespace(shape=shape, dtype=f32)
+        stored = _backward._storage(call, [x, number], [None, Described(f64, one)])  # type: ignore[arg-type]
+        assert stored.parameter == parameter
 
 
 @pytest.mark.gpu

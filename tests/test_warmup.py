@@ -70,7 +70,7 @@ def test_the_command_fills_the_cache_that_calls_read(folder: Path, compiled: Com
 
 
 def test_each_kernel_once_for_each_architecture(folder: Path, compiled: Compiled) -> None:
-    warmed = cupyfused.warmup(cupyfused.fused_scale_bias, dtypes=[np.dtype("float32"), "uint8"], arch=["sm_80", "sm_90", "sm_80"])
+    warmed = cupyfused.warmup(cupyfused.fused_scale_bias, dtypes=[np.dtype("float32"), np.uint8], arch=["sm_80", "sm_90", "sm_80"])
     expected = table([fused_scale_bias.OP], [BY_NAME["float32"], BY_NAME["uint8"]], lambda op: (), large=False)
     assert {arch for _, arch in compiled} == {"sm_80", "sm_90"}
     for arch in ("sm_80", "sm_90"):
