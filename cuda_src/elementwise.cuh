@@ -1,5 +1,7 @@
 // The two kernels of an elementwise op: the map, and the map of its backward, which also sums gradients.
 //
+// Budget: some 315 lines; the two share the macros over operands and what a packet is, which two files would each have to say.
+//
 // The functor OP holds the arithmetic (<op>.cuh). What differs from op to op and from dtype to dtype is defined above this text
 // by cupyfused/_source.py:
 //

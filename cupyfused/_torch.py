@@ -60,7 +60,7 @@ def call(op: Op, values: Sequence[Any], out: Tensor | None, impl: str) -> Tensor
             again = prepare_again(op, values) if impl == "auto" else None
             if again is not None:
                 ready, slots, requires_grad = again
-                if ready.call.backend is not None and not requires_grad:
+                if ready.call.backend is not None and not requires_grad:  # the commonest call, one frame shorter
                     return ready.launched(values, slots)
                 return _run(op, values, ready, slots, requires_grad)
             y = _plain_call(op, values, impl) if op.autocast == "none" else None
