@@ -38,8 +38,8 @@ IMPLS = ("auto", "cuda", "reference", "host")  # the last for tests
 OPS: list[Op] = []
 # Set by `_library` once PyTorch is there.
 register_with_torch: Callable[[Op], None] | None = None
-torch_call: Callable[..., Any] | None = None
-tensor_class: type = type(None)
+torch_call: Any = None
+tensor_class: type = type("NoTensorYet", (), {})  # a class and no flag: Dynamo, which may trace the first call, guards on it
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ class Op:
 
     def __call__(self, *values: Any, out: Any = None, impl: str = "auto") -> Any:
         """Compute the op for any kind of array; the entry of every public function."""
-        if impl == "auto" and torch_call is not None and isinstance(values[0], tensor_class):
+        if impl == "auto" and isinstance(values[0], tensor_class):
             return torch_call(self, values, out, impl)
         if impl not in IMPLS:
             expected = f"one of {', '.join(IMPLS[:3])}"
@@ -136,10 +136,9 @@ class Op:
                 message(self.name, "impl", expected=expected, got=repr(impl), remedy="Leave it out for the default.")
             )
         if _is_tensor(values[0]):
-            from . import _library  # noqa: F401  # the first tensor registers the ops, and sets torch_call
+            from . import _library, _torch  # noqa: F401  # the first tensor registers the ops
 
-            assert torch_call is not None
-            return torch_call(self, values, out, impl)
+            return _torch.call(self, values, out, impl)
         x = values[0]
         if _arrays.kind_of(x) is None and hasattr(x, "__dlpack_device__"):
             borrowed = [_arrays.borrow(self, name, value) for name, value in zip((*self.inputs, *self.options), values)]

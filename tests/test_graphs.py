@@ -50,6 +50,19 @@ class Model(nn.Module):
         return self.last(self.middle(self.first(x)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_a_compiled_call_may_be_the_first(impl: str) -> None:
+    """cupyfused was imported before torch, so that Dynamo meets our own imports while it traces."""
+    code = f"""
+    import cupyfused, torch
+    step = torch.compile(lambda x: cupyfused.fused_scale_bias(x, 1.5, 0.25, impl={impl!r}), backend="eager", fullgraph=True)
+    for size in (4, 5):
+        x = torch.rand(size)
+        torch.testing.assert_close(step(x), x * 1.5 + 0.25)
+    """
+    run_python(code)
+
+
 def compare(model: nn.Module, compiled: Any, x: Tensor) -> None:
     """Forward and backward, against the model as it is."""
     found, expected = [], []
