@@ -61,7 +61,7 @@ def _prepare(kind: ArrayKind, values: Sequence[Any], impl: str) -> tuple[tuple[A
 
     None if an argument is anything but a number or an array of the library's own class: the door looks closer.
     """
-    array, address = kind.array, 0
+    array, place = kind.array, (0, 0)
     slots: list[Any] = []
     reads_memory = kind is not _arrays.NUMPY or "host" in (impl, _op.cpu_impl)
     key: list[Any] = [kind.name, impl, _op.cpu_impl]
@@ -71,9 +71,9 @@ def _prepare(kind: ArrayKind, values: Sequence[Any], impl: str) -> tuple[tuple[A
             if not value.shape and slots and kind is _arrays.NUMPY:
                 return None  # the door takes it for a number
             if reads_memory:
-                address = kind.address(value)
-            slots.append(address)
-            key += (value.dtype, value.shape, value.strides, kind.index(value), address & 15)
+                place = kind.place(value)
+            slots.append(place[0])
+            key += (value.dtype, value.shape, value.strides, place[1], place[0] & 15)
         elif own is float or own is int or own is bool:
             slots.append(value)
             key.append(own)
@@ -91,7 +91,7 @@ def _run(op: Op, kind: ArrayKind, ready: _Ready, values: Sequence[Any], slots: S
         return _reference(op, ready, values, out)
     result = ready.allocate() if out is None else out
     if call.launch is not None:
-        run(op, call, kind.stream(call.device), kind.address(result), slots)
+        run(op, call, kind.stream(call.device), kind.place(result)[0], slots)
     return result
 
 

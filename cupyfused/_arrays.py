@@ -69,11 +69,8 @@ class ArrayKind(Kind, Protocol):
     def array(self) -> type:
         """The library's own class of arrays."""
 
-    def address(self, array: Any) -> int:
-        """Return the address of an array's first element."""
-
-    def index(self, array: Any) -> int:
-        """Return the number of the device that an array is on."""
+    def place(self, array: Any) -> tuple[int, int]:
+        """Return the address of an array's first element, and the number of the device that it is on."""
 
     def allocator(self, shape: Ints, strides: Ints, dtype: Dtype, device: Device) -> Callable[[], Any]:
         """Return what allocates an array of this kind with the library's own allocator; the strides are dense."""
@@ -134,11 +131,8 @@ class NumpyKind:
         strides = tuple(stride // size for stride in array.strides) if size else (0,) * array.ndim
         return _dlpack.Descriptor(array.ctypes.data, array.shape, strides, BY_NAME[array.dtype.name], CPU)
 
-    def address(self, array: Any) -> int:
-        return int(array.__array_interface__["data"][0])  # `ctypes.data` takes three times as long
-
-    def index(self, array: Any) -> int:
-        return 0
+    def place(self, array: Any) -> tuple[int, int]:
+        return array.__array_interface__["data"][0], 0  # `ctypes.data` takes three times as long
 
     def allocator(self, shape: Ints, strides: Ints, dtype: Dtype, device: Device) -> Callable[[], Any]:
         return _dense_allocator(np, shape, strides, dtype.name)
@@ -152,7 +146,7 @@ class CupyKind:
 
     name = "cupy.ndarray"
 
-    @property
+    @functools.cached_property
     def array(self) -> type:
         return _kernel.import_cupy().ndarray  # type: ignore[no-any-return]
 
@@ -163,11 +157,9 @@ class CupyKind:
         with array.device:  # an export from another device than the current one is refused
             return _dlpack.read(array.__dlpack__(stream=-1))  # -1: no synchronisation, the launch is on the array's own stream
 
-    def address(self, array: Any) -> int:
-        return int(array.data.ptr)
-
-    def index(self, array: Any) -> int:
-        return int(array.data.device_id)
+    def place(self, array: Any) -> tuple[int, int]:
+        data = array.data
+        return data.ptr, data.device_id
 
     def allocator(self, shape: Ints, strides: Ints, dtype: Dtype, device: Device) -> Callable[[], Any]:
         cupy = _kernel.import_cupy()
@@ -182,8 +174,12 @@ class CupyKind:
 
         return on_device
 
+    @functools.cached_property
+    def _current_stream(self) -> Callable[[int], Any]:
+        return _kernel.import_cupy().cuda.get_current_stream  # type: ignore[no-any-return]
+
     def stream(self, device: Device) -> int:
-        return int(_kernel.import_cupy().cuda.get_current_stream(device[1]).ptr)
+        return self._current_stream(device[1]).ptr  # type: ignore[no-any-return]
 
 
 NUMPY, CUPY = NumpyKind(), CupyKind()

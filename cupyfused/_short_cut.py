@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -155,6 +156,8 @@ class _Seen:
     def __init__(self, ready: Ready, check: Callable[..., bool], values: Sequence[Any], requires_grad: bool):
         self.ready, self.check, self.requires_grad = ready, check, requires_grad
         self.tensors = [k for k, value in enumerate(values) if isinstance(value, Tensor)]
+        pick = operator.itemgetter(*self.tensors)  # 0.4 us less than a list of three
+        self.pick = pick if len(self.tensors) > 1 else lambda values: (pick(values),)
         self.absent = [k for k, value in enumerate(values) if value is None]
 
 
@@ -162,7 +165,7 @@ def prepare_again(op: Op, values: Sequence[Any]) -> Prepared | None:
     """Return what `prepare` would, for a call just like one of the last few; None if it is another."""
     for seen in op.seen.get((_op.cpu_impl, *map(type, values)), ()):
         tensors = seen.tensors
-        if seen.check(*[values[k] for k in tensors]):
+        if seen.check(*seen.pick(values)):
             slots, bits = list(values), 0
             for k in tensors:
                 slots[k] = address = values[k].data_ptr()
