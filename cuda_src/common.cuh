@@ -25,7 +25,7 @@ struct bfloat16 { uint16 bits; };
 struct any_dtype {};  // stored in a dtype known only when the kernel runs: see load_any
 
 // The numbers by which a call names a dtype at run time; cupyfused/_dtypes.py holds the same list in the same order.
-enum Dtype : uint8 { BOOL, UINT8, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
+enum Dtype : uint32 { BOOL, UINT8, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 
 template <typename To, typename From> __device__ __forceinline__ To bit_cast(From from)
 {
@@ -127,7 +127,7 @@ template <typename T, typename A> __device__ __forceinline__ A load_as(const voi
 
 // A parameter whose dtype is not the result's loads through this switch: one instance instead of one for each dtype. A function
 // of its own, since inlined for each element it made a kernel take 3 s to compile instead of 0.2 s.
-template <typename A> __device__ __noinline__ A load_any(const void* base, int64 offset, uint8 dtype)
+template <typename A> __device__ __noinline__ A load_any(const void* base, int64 offset, uint32 dtype)
 {
     switch (dtype) {
     case BOOL: return load_as<boolean, A>(base, offset);
@@ -144,7 +144,7 @@ template <typename A> __device__ __noinline__ A load_any(const void* base, int64
 }
 
 // Gradients and partial sums are floating, so only those are stored through a switch.
-template <typename A> __device__ __noinline__ void store_any(void* base, int64 offset, uint8 dtype, A value)
+template <typename A> __device__ __noinline__ void store_any(void* base, int64 offset, uint32 dtype, A value)
 {
     switch (dtype) {
     case FLOAT16: ((float16*)base)[offset] = Convert<float16>::store(value); break;
@@ -195,7 +195,7 @@ template <typename T> __device__ __forceinline__ T clamp(T value, Optional<T> mi
 
 // ---- operands -----------------------------------------------------------------------------------------------------------
 
-enum Access : uint8 {
+enum Access : uint32 {
     ABSENT,  // left out, or not needed for the gradients that are asked for
     NUMBER,
     ARRAY,   // one element for the whole packet: dim 0 is broadcast, or packets are single elements
@@ -206,26 +206,25 @@ enum Access : uint8 {
 // instance is made for just what its call needs, but for the GENERAL one, which keeps all of it open for what is rare.
 enum Form {
     PACKETS,  // an array whose packets are loaded whole
+    SHIFTED,  // the same, but they begin anywhere: two neighbours are loaded and shifted together
     SPREAD,   // the same, or an array whose dim 0 is broadcast (the gradient of a sum, say)
     UNIFORM,  // one value for a packet: a number, or an array whose dim 0 is broadcast
-    GATHERED, // an array whose elements for a packet may lie anywhere (forward only)
+    GATHERED, // an array whose elements for a packet may lie anywhere
     EITHER,   // packets are single elements: a number or an array
 };
 enum Duty { STORES = 1, SUMS = 2, SUMS_ROWS = 4 };
 
-// One tensor of a call. `stride` is in elements; along dim 0 it leads from packet to packet. STRIDE is int32 wherever that holds
-// them all, even of tensors beyond 2^31 elements: an index times a stride is then one instruction with a 64-bit result.
+// One tensor of a call. Words, not bytes: an instruction takes a word of the parameters as its operand, and a byte waits for a load.
 struct Operand {
-    STRIDE stride[MAX_DIMS];
+    uint32 access;
+    uint32 dtype;
     int32 step;  // between the elements of a packet: 1 or 0
-    uint8 access;
-    uint8 dtype;
 };
 
 // A number, or an array without dims.
 struct Scalar {
-    uint8 access;
-    uint8 dtype;
+    uint32 access;
+    uint32 dtype;
 };
 
 // A number of the call, as the host packed it into 8 bytes.
@@ -255,18 +254,50 @@ template <typename T, typename A, int W, Form FORM> struct Packet {
     typedef typename Word<sizeof(T) * W>::type Whole;
     union { Whole whole; T value[W]; uint32 pair[(W + 1) / 2]; };
     A uniform, computed[W];
+    Whole after;   // SHIFTED: what comes after the aligned bytes in which the packet begins,
+    uint32 begin;  // and where in those it begins
 
     __device__ __forceinline__ void load(uint64 address, int64 offset, const Operand& operand)
     {
-        if (FORM != PACKETS && operand.access < ARRAY) return;
+        if (FORM != PACKETS && FORM != SHIFTED && operand.access < ARRAY) return;
         const T* base = (const T*)address + offset;
-        if (W == 1 || FORM == UNIFORM || (FORM == SPREAD && operand.access == ARRAY)) value[0] = *base;
+        if constexpr (FORM == SHIFTED && W > 1) load_around((uint64)base);
+        else if (W == 1 || FORM == UNIFORM || (FORM == SPREAD && operand.access == ARRAY)) value[0] = *base;
         else whole = *(const Whole*)base;
+    }
+    // Each of the two holds some of the packet, so no memory is touched that lies 16 bytes or more from the array.
+    __device__ __forceinline__ void load_around(uint64 first)
+    {
+        begin = first % sizeof(Whole);
+#ifdef CUPYFUSED_HOST  // exactly the packet, for AddressSanitizer
+        memcpy((char*)&whole + begin, (const void*)first, sizeof(Whole) - begin);
+        memcpy(&after, (const char*)first + sizeof(Whole) - begin, begin);
+#else
+        whole = *(const Whole*)(first - begin);
+        if (begin > 0) after = *(const Whole*)(first - begin + sizeof(Whole));
+#endif
+    }
+    __device__ __forceinline__ void shift_together()
+    {
+        constexpr int WORDS = sizeof(Whole) / 4;
+        union { Whole both[2]; uint32 word[2 * WORDS]; } from;
+        from.both[0] = whole, from.both[1] = after;
+#pragma unroll
+        for (int words = WORDS / 2; words > 0; words /= 2)
+#pragma unroll
+            for (int k = 0; k + words < 2 * WORDS; ++k)
+                if (begin / 4 & words) from.word[k] = from.word[k + words];
+        union { Whole whole; uint32 word[WORDS]; } to;
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k)
+            to.word[k] = sizeof(T) >= 4 ? from.word[k] : (uint32)(((uint64)from.word[k + 1] << 32 | from.word[k]) >> begin % 4 * 8);
+        whole = to.whole;
     }
     __device__ __forceinline__ void load_element(int e, uint64 address, int64 offset) { value[e] = ((const T*)address)[offset]; }
     // Once all loads are under way: gives each element of the packet its value.
     __device__ __forceinline__ void settle(uint64 bits, const Operand& operand)
     {
+        if constexpr (FORM == SHIFTED && W > 1) shift_together();
         if (FORM == UNIFORM || FORM == EITHER)
             uniform = operand.access < ARRAY ? number_as((A*)0, bits) : Convert<T>::template load<A>(value[0]);
         else if (FORM == SPREAD && operand.access == ARRAY)
@@ -314,17 +345,24 @@ template <typename A> struct Packet<any_dtype, A, 1, EITHER> {
 
 // ---- where an element lies ----------------------------------------------------------------------------------------------
 
-// A loop over collapsed dims, innermost first.
-struct Dims {
-    uint64 extent[MAX_DIMS];
-    uint32 magic[MAX_DIMS];  // multiply and shift in place of a division, for indices below 2^31
-    uint8 shift[MAX_DIMS];
+// Multiply and shift in place of a division, for indices below 2^31.
+struct Divider {
+    uint32 magic, shift;
 
-    __device__ __forceinline__ uint32 divide(uint32 index, int dim) const
-    {
-        return (uint32)(((uint64)index * magic[dim]) >> shift[dim]);
-    }
-    __device__ __forceinline__ uint64 divide(uint64 index, int dim) const { return index / extent[dim]; }
+    __device__ __forceinline__ uint32 divide(uint32 index) const { return (uint32)(((uint64)index * magic) >> shift); }
+};
+
+// One of the collapsed dims that a kernel loops over, innermost first, with all that is asked along it side by side: a kernel that
+// is over in a microsecond waits for each cache line of its parameters. `stride` is in elements, of each tensor; along dim 0 it
+// leads from packet to packet. STRIDE is int32 wherever that holds them all, even of tensors beyond 2^31 elements: an index times a
+// stride is then one instruction with a 64-bit result.
+template <int TENSORS> struct Dim {
+    INDEX extent;
+    Divider divider;
+    STRIDE stride[TENSORS];
+
+    __device__ __forceinline__ uint32 divide(uint32 index) const { return divider.divide(index); }
+    __device__ __forceinline__ uint64 divide(uint64 index) const { return index / extent; }
 };
 
 // offset + place * stride. In one instruction with 32-bit factors, where the compiler on its own takes up to six.
@@ -339,63 +377,64 @@ __device__ __forceinline__ int64 advance(int64 offset, uint32 place, int32 strid
 }
 __device__ __forceinline__ int64 advance(int64 offset, uint64 place, int64 stride) { return offset + (int64)place * stride; }
 
-// Adds to each operand's offset what `index`, counted over the dims [begin, end), is away. MOVES has a bit for each operand whose
-// offset is asked for; NDIM is end - begin if it is known, which spares a loop that costs as much as what is in it. Returns the
-// place along dim begin + 1.
-template <int COUNT, uint32 MOVES, int NDIM = 0, typename I>
-__device__ __forceinline__ I add_offsets(const Dims& dims, int begin, int end, I index, const Operand* operand, int64* offset)
+// Adds to each tensor's offset what `index`, counted over `ndim` dims, is away. MOVES has a bit for each tensor whose offset is
+// asked for. Returns the place along dim 1.
+//
+// UNROLLED dims stand one after the other and a call leaves after its last: most have one to three, and a loop costs as much as
+// what is in it. One straight line, since a jump far ahead waits for the instructions there: 0.1 of the 1.3 us of a small call.
+template <uint32 MOVES, int UNROLLED = 0, int TENSORS>
+__device__ __forceinline__ INDEX add_offsets(const Dim<TENSORS>* dim, int ndim, INDEX index, int64* offset)
 {
-    I second = 0;
-#pragma unroll NDIM > 0 ? NDIM : 1  // else the compiler unrolls by four
-    for (int d = 0; d < (NDIM > 0 ? NDIM : end - begin); ++d) {
-        bool last = NDIM > 0 ? d + 1 == NDIM : begin + d + 1 == end;
-        I rest = last ? 0 : dims.divide(index, begin + d);
-        I place = index - rest * (I)dims.extent[begin + d];
+    INDEX second = 0;
+    auto add = [&](int d) {
+        INDEX rest = d + 1 == ndim ? 0 : dim[d].divide(index);
+        INDEX place = index - rest * dim[d].extent;
 #pragma unroll
-        for (int k = 0; k < COUNT; ++k)
-            if (MOVES >> k & 1) offset[k] = advance(offset[k], place, operand[k].stride[begin + d]);
+        for (int k = 0; k < TENSORS; ++k)
+            if (MOVES >> k & 1) offset[k] = advance(offset[k], place, dim[d].stride[k]);
         if (d == 1) second = place;
         index = rest;
+    };
+#pragma unroll
+    for (int d = 0; d < UNROLLED; ++d) {
+        if (d > 0 && d >= ndim) return second;  // without dims the index is 0, and so is what it adds
+        add(d);
     }
+#pragma unroll 1
+    for (int d = UNROLLED; d < ndim; ++d) add(d);
     return second;
 }
 
-// The same where it is done for each packet; most calls have one to three dims. The general instance takes less time to compile.
-template <int COUNT, uint32 MOVES, typename I>
-__device__ __forceinline__ I add_packet_offsets(const Dims& dims, int begin, int end, I index, const Operand* operand, int64* offset)
+// The same where it is done for each packet. The general instance, with a loop alone, takes less time to compile.
+template <uint32 MOVES, int TENSORS>
+__device__ __forceinline__ INDEX add_packet_offsets(const Dim<TENSORS>* dim, int ndim, INDEX index, int64* offset)
 {
-    if (!GENERAL && end - begin == 1) return add_offsets<COUNT, MOVES, 1>(dims, begin, end, index, operand, offset);
-    if (!GENERAL && end - begin == 2) return add_offsets<COUNT, MOVES, 2>(dims, begin, end, index, operand, offset);
-    if (!GENERAL && end - begin == 3) return add_offsets<COUNT, MOVES, 3>(dims, begin, end, index, operand, offset);
-    return add_offsets<COUNT, MOVES>(dims, begin, end, index, operand, offset);
+    return add_offsets<MOVES, GENERAL ? 0 : 3>(dim, ndim, index, offset);
 }
 
 // ---- sums ---------------------------------------------------------------------------------------------------------------
 
-// Where the threads of a block add up W values each; `sums[e][t]` are those of thread t.
-template <typename A, int W> __device__ __forceinline__ A (&shared_sums())[W][BLOCK]
+// Sum W values each over the threads of a block that share their place among 2^column_bits columns, the same pairs every time, and
+// have the sums stored, by store(e, sum) in a thread of that column. First inside each warp, then over the warps.
+template <typename A, int W, typename Store> __device__ __forceinline__ void sum_rows(A (&value)[W], int column_bits, Store store)
 {
     __shared__ A sums[W][BLOCK];
-    return sums;
-}
-
-// Sum W values each over the threads of a block that share threadIdx.x % columns, the same pairs every time; the sums are those of
-// the threads of the first row, in the returned memory of the block.
-template <typename A, int W> __device__ __forceinline__ A (&sum_rows(const A (&value)[W], int columns))[W][BLOCK]
-{
-    A(&sums)[W][BLOCK] = shared_sums<A, W>();
-    int thread = threadIdx.x;
-    __syncthreads();
+    const int thread = threadIdx.x, columns = 1 << column_bits;
+#pragma unroll 1
+    for (int distance = 16; distance >= columns; distance /= 2)
+#pragma unroll
+        for (int e = 0; e < W; ++e) value[e] += __shfl_xor_sync(0xffffffffu, value[e], distance);
+    __syncthreads();  // sums of another gradient may still be read
 #pragma unroll
     for (int e = 0; e < W; ++e) sums[e][thread] = value[e];
+    __syncthreads();
 #pragma unroll 1
-    for (int rows = BLOCK / columns / 2; rows > 0; rows /= 2) {
-        __syncthreads();
-        if (thread < rows * columns)
-#pragma unroll
-            for (int e = 0; e < W; ++e) sums[e][thread] += sums[e][thread + rows * columns];
+    for (int k = thread; k < W << column_bits; k += BLOCK) {
+        const int e = k >> column_bits;
+        A total = 0;
+        for (int first = 0; first < BLOCK; first += columns > 32 ? columns : 32) total += sums[e][first + (k & (columns - 1))];
+        store(e, total);
     }
-    return sums;
 }
 
 // Sum over `lanes` neighbours of a warp (a power of two up to 32); every one of them has the result.

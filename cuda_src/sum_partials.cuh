@@ -1,20 +1,20 @@
 // The second step of a gradient's sum: grad[k] = sum over r of partial[k, r], for up to three gradients in one launch.
 //
-// k counts what the gradient keeps and r what is left to add, both over dims of the workspace. BLOCK threads take `columns`
-// kept elements and share the partial sums among BLOCK / columns rows, always in the same order, so the result repeats bit for bit.
+// k counts what the gradient keeps and r what is left to add. BLOCK threads take 2^column_bits kept elements and share the partial
+// sums among the rows that are left, always in the same order, so the result repeats bit for bit.
 
 typedef ARITHMETIC A;
 
 struct Partials {
-    uint64 kept;
-    uint64 reduced;
-    Dims kept_dims;
-    Dims reduced_dims;
-    Operand kept_operand[2];  // 0: in the workspace, 1: in the gradient
-    Operand reduced_operand;
-    int32 kept_ndim;
-    int32 reduced_ndim;
-    int32 columns;
+    INDEX kept;
+    INDEX reduced;
+    // Where partial sum r of kept element k lies: (r / inner * kept + k) * inner + r % inner.
+    INDEX inner;
+    Divider inner_divider;
+    int32 column_bits;
+    int32 ndim;
+    uint32 dtype;  // of the gradient
+    Dim<1> dim[MAX_DIMS];
 };
 
 struct PartialsParameters {
@@ -25,19 +25,24 @@ struct PartialsParameters {
 extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant__ PartialsParameters p)
 {
     const Partials& g = p.gradient[blockIdx.y];
-    INDEX kept = (INDEX)blockIdx.x * g.columns + threadIdx.x % g.columns;
-    int64 place[2] = {0, 0};
-    add_offsets<2, 3>(g.kept_dims, 0, g.kept_ndim, kept, g.kept_operand, place);
+    const A* partial = (const A*)p.address[blockIdx.y][0];
+    const INDEX k = ((INDEX)blockIdx.x << g.column_bits) + (threadIdx.x & ((1 << g.column_bits) - 1)), row = threadIdx.x >> g.column_bits;
+    const INDEX rows = BLOCK >> g.column_bits;
 
     A sum[1] = {};
-    if (kept < g.kept) {
-        for (INDEX r = threadIdx.x / g.columns; r < g.reduced; r += BLOCK / g.columns) {
-            int64 offset = place[0];
-            add_offsets<1, 1>(g.reduced_dims, 0, g.reduced_ndim, r, &g.reduced_operand, &offset);
-            sum[0] += ((const A*)p.address[blockIdx.y][0])[offset];
+    if (k < g.kept && g.inner == 1)
+#pragma unroll 8  // so that as many loads are under way: the launch is over in a few times what one takes
+        for (INDEX r = row; r < g.reduced; r += rows) sum[0] += partial[(int64)r * g.kept + k];
+    else if (k < g.kept)
+#pragma unroll 8
+        for (INDEX r = row; r < g.reduced; r += rows) {
+            INDEX outer = g.inner_divider.divide(r);
+            sum[0] += partial[((int64)outer * g.kept + k) * g.inner + (r - outer * g.inner)];
         }
-    }
-    A(&total)[1][BLOCK] = sum_rows(sum, g.columns);
-    if (threadIdx.x < g.columns && kept < g.kept)
-        store_any<A>((void*)p.address[blockIdx.y][1], place[1], g.kept_operand[1].dtype, total[0][threadIdx.x]);
+    sum_rows(sum, g.column_bits, [&](int, A total) {
+        if (k >= g.kept) return;
+        int64 place = 0;
+        add_offsets<1>(g.dim, g.ndim, k, &place);
+        store_any<A>((void*)p.address[blockIdx.y][1], place, g.dtype, total);
+    });
 }

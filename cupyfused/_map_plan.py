@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from . import _layout
 from ._launch import Launch
 from ._layout import Ints, Layout
-from ._parameters import fill_dims, map_struct
+from ._parameters import fill_dims, fill_divider, map_struct
 from ._plan import (
     Backend,
     Described,
     Storage,
+    X,
     check_dims,
-    choose_form,
+    choose_forms,
     choose_packets,
     fill_operand,
     fill_scalar,
@@ -24,12 +25,13 @@ from ._plan import (
     split_tail,
     storage,
 )
+from ._repeat import Repeat, find_repeat
 from ._source import BLOCK, Variant
 
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["map_plan"]
+__all__ = ["REPEATING_ITEMS", "map_plan"]
 
 
 def map_plan(op: Op, shape: Ints, operands: Sequence[Described], backend: Backend) -> Launch | None:
@@ -51,13 +53,14 @@ def map_plan(op: Op, shape: Ints, operands: Sequence[Described], backend: Backen
     variant = Variant(op, "forward", *stored_as, walk.width, walk.items, walk.forms, (), walk.large)
     parameters = map_struct(len(tensors), len(op.options), walk.large)()
     for k, (one, reach) in enumerate(zip(tensors, walk.reaches)):
-        fill_operand(parameters.operand[k], one, reach.strides, reach.width)
+        fill_operand(parameters, k, one, reach.strides, reach.width)
         parameters.item_stride[k] = reach.item_stride
     for k, one in enumerate(operands[len(tensors) :]):
         fill_scalar(parameters.scalar[k], one)
-    fill_dims(parameters.dims, walk.extents)
-    for name in ("items_extent", "threads", "packets", "tail"):
+    fill_dims(parameters.dim, walk.extents)
+    for name in ("items_extent", "threads", "packets", "tail", "period"):
         setattr(parameters, name, getattr(walk, name))
+    fill_divider(parameters.period_divider, walk.period)
     parameters.ndim = len(walk.extents)
     slots = "".join(slot_format(one, stored, exact=k >= len(tensors)) for k, one in enumerate(operands))
     return Launch(backend.load(variant), (-(-walk.threads // BLOCK), 1), bytes(parameters), slots)
@@ -84,15 +87,17 @@ class _Walk(NamedTuple):
     threads: int
     packets: int
     tail: int
+    period: int = 1
 
 
 def _walk(layout: Layout, tensors: Sequence[Described], stored: Storage) -> _Walk:
     """Walk the dims, a thread's items along dim 1 or, if there is one dim, along that."""
-    width, items, general = choose_packets(layout, [(k, one) for k, one in enumerate(tensors) if one.array], [0, 1], stored)
+    packets = choose_packets(layout, [(k, one) for k, one in enumerate(tensors) if one.array], [0, X], stored)
+    width, items = packets.width, packets.items
     if width == 1:
-        flat = _flat_walk(layout, tensors, stored)
-        if flat is not None:
-            return flat
+        repeat = find_repeat(layout, list(enumerate(tensors)), [0, X], stored)
+        if repeat is not None:
+            return _repeating_walk(layout, repeat, stored.packet)
     extents, tail = split_tail(layout.extents, width)
     reaches = [
         _Reach(
@@ -106,7 +111,7 @@ def _walk(layout: Layout, tensors: Sequence[Described], stored: Storage) -> _Wal
     return _Walk(
         width,
         items,
-        tuple(choose_form(one, own, general) for one, own in zip(tensors[1:], layout.strides[1:])),
+        choose_forms(layout, tensors[1:], packets),
         is_large(layout, width),
         reaches,
         groups,
@@ -117,30 +122,29 @@ def _walk(layout: Layout, tensors: Sequence[Described], stored: Storage) -> _Wal
     )
 
 
-def _flat_walk(layout: Layout, tensors: Sequence[Described], stored: Storage) -> _Walk | None:
-    """Walk x and the result as one dim in packets, whatever the width of their rows, and gather the others element by element.
+REPEATING_ITEMS = 4  # that share what a thread has gathered
 
-    None where that cannot be. An odd width in float32 reached 88 % of a copy's rate one by one on an H200.
-    """
-    packet, extents = stored.packet, layout.extents
-    if stored.x == "any_dtype" or not stored.result.is_floating or packet == 1 or is_large(layout, 1) or extents[0] < packet:
-        return None
-    one_after_another = tuple(math.prod(extents[:dim]) for dim in range(len(extents)))
-    forms, reaches = [], []
-    for one, own in zip(tensors, layout.strides):
-        is_aligned = one.dtype is not None and one.alignment % (packet * one.dtype.size) == 0
-        if one.array is not None and own == one_after_another and is_aligned:
-            forms.append("PACKETS")
-            reaches.append(_Reach((1,), packet, packet * BLOCK))
-        elif not any(own):
-            forms.append("UNIFORM")
-            reaches.append(_Reach((0,), packet, 0))
-        else:
-            forms.append("GATHERED")
-            reaches.append(_Reach(own, 1, 0))
-    if forms[:2] != ["PACKETS", "PACKETS"] or "GATHERED" not in forms:
-        return None  # by that form the kernel knows that it walks flat
-    count = math.prod(extents)
-    packets = count // packet
-    threads = BLOCK * -(-packets // BLOCK)
-    return _Walk(packet, 1, tuple(forms[1:]), False, reaches, extents, packets, threads, packets, count % packet)
+
+def _repeating_walk(layout: Layout, repeat: Repeat, width: int) -> _Walk:
+    """Walk x and the result as one dim, a thread's items a period apart."""
+    packets = repeat.elements // width
+    period = repeat.period // width
+    period = min(period * -(-BLOCK // period), packets)  # at least a block, whose threads read side by side
+    reaches = {
+        "PACKETS": lambda own: _Reach((1,), width, period * width),
+        "UNIFORM": lambda own: _Reach((0,), width, 0),
+        "GATHERED": lambda own: _Reach(own[: len(repeat.extents)], 1, 0),
+    }
+    return _Walk(
+        width,
+        REPEATING_ITEMS,
+        tuple(repeat.forms.values())[1:],
+        False,
+        [reaches[form](layout.strides[k]) for k, form in repeat.forms.items()],
+        repeat.extents,
+        items_extent=packets,
+        threads=period * -(-packets // (period * REPEATING_ITEMS)),
+        packets=packets,
+        tail=repeat.elements % width,
+        period=period,
+    )

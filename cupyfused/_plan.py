@@ -26,8 +26,9 @@ __all__ = [
     "Described",
     "Packets",
     "Storage",
+    "X",
     "check_dims",
-    "choose_form",
+    "choose_forms",
     "choose_packets",
     "fill_operand",
     "fill_scalar",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 ABSENT, NUMBER, ARRAY, VECTOR = range(4)  # enum Access of cuda_src/common.cuh
+X = 1  # its place among the tensors of a layout: the first input, after the result or its gradient
 PACKET_BYTES = 16
 _SLACK = 1 << 20  # indices beyond the last that a whole grid of threads may count
 MAX_ITEMS = 4  # single elements a thread; each more makes the kernel longer to compile
@@ -73,6 +75,7 @@ class Packets(NamedTuple):
     width: int
     items: int
     general: bool  # by the instance that keeps everything open, for what is rare
+    is_shifted: bool = False  # those of x begin anywhere
 
 
 @dataclass(frozen=True)
@@ -99,14 +102,16 @@ def choose_packets(layout: Layout, arrays: Sequence[tuple[int, Described]], full
     """Take 16 bytes at once where every array allows it, else as many single elements.
 
     Dim 0 must be made of whole packets, or be all there is and more than one; each of `arrays`, by its place in the layout, must
-    have neighbours there, aligned in every row, or one element for all of them, which those in `full` cannot have.
+    have neighbours there, aligned in every row, or one element for all of them, which those in `full` cannot have. x, which is at
+    place 1, need not be aligned.
     """
     packet, inner = stored.packet, layout.extents[0]
     known = stored.x != "any_dtype"
     fits = packet > 1 and inner >= packet and (inner % packet == 0 or len(layout.extents) == 1)
-    fits = fits and all(_has_packets(layout.strides[k], one, packet, k in full) for k, one in arrays)
+    unaligned = [k for k, one in arrays if not _has_packets(layout.strides[k], one, packet, k in full)]
+    fits = fits and (not unaligned or (unaligned == [X] and layout.strides[X][0] == 1))
     if known and fits and not is_large(layout, packet):
-        return Packets(packet, 2 if packet == 8 else 1, general=False)
+        return Packets(packet, 2 if packet == 8 else 1, False, bool(unaligned))
     moves = all(layout.strides[k][0] for k, _ in arrays if k in full)
     general = not (known and moves and stored.result.is_floating) or is_large(layout, 1)
     return Packets(1, min(packet, MAX_ITEMS), general)
@@ -132,23 +137,26 @@ def is_large(layout: Layout, width: int) -> bool:
     return max(packets + _SLACK, *reach) >= INDEX_LIMIT or len(layout.extents) > SMALL_DIMS
 
 
-def choose_form(one: Described, strides: Ints, general: bool) -> str:
-    """Return what an instance is compiled to find in an input's place (enum Form)."""
-    if general:
-        return "EITHER"
-    return "UNIFORM" if one.array is None or strides[0] == 0 else "PACKETS"
+def choose_forms(layout: Layout, inputs: Sequence[Described], packets: Packets) -> tuple[str, ...]:
+    """Return what an instance is compiled to find in each input's place (enum Form)."""
+    if packets.general:
+        return ("EITHER",) * len(inputs)
+    is_uniform = [one.array is None or own[0] == 0 for one, own in zip(inputs, layout.strides[X:])]
+    forms = ["UNIFORM" if uniform else "PACKETS" for uniform in is_uniform]
+    return ("SHIFTED" if packets.is_shifted else forms[0], *forms[1:])
 
 
-def fill_operand(target: Any, one: Described, strides: Ints, width: int) -> None:
-    """Write how an operand is reached; `strides` are along the kernel's dims."""
+def fill_operand(parameters: Any, k: int, one: Described, strides: Ints, width: int) -> None:
+    """Write how tensor `k` is reached; `strides` are along the kernel's dims, of which dim 0 counts `width` elements at once."""
+    target = parameters.operand[k]
     if one.array is None:
         target.access = ABSENT if one.dtype is None else NUMBER
         return
     assert one.dtype is not None
     target.dtype = one.dtype.code
     target.step = strides[0]
-    for dim, stride in enumerate(strides):
-        target.stride[dim] = stride * width if dim == 0 else stride
+    for place, (dim, stride) in enumerate(zip(parameters.dim, strides)):
+        dim.stride[k] = stride * width if place == 0 else stride
     target.access = VECTOR if width > 1 and strides[0] == 1 else ARRAY
 
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ._op import Op
 
-__all__ = ["BLOCK", "LARGE_DIMS", "RESIDENT", "SMALL_DIMS", "Variant", "cuda_text", "max_dims"]
+__all__ = ["BLOCK", "LARGE_DIMS", "RESIDENT", "SMALL_DIMS", "SUMS_AT_ONCE", "Variant", "cuda_text", "max_dims"]
 
 BLOCK = 256  # threads; 16-byte vectors, one a thread, ran at 4,382 GB/s with 256 on an H200 where a device copy ran at 4,205
 RESIDENT = 4  # blocks that run at once on a multiprocessor in backward: 64 registers a thread
+SUMS_AT_ONCE = 3  # that one launch of sum_partials finishes
 SMALL_DIMS = 8  # collapsed dims that a kernel's parameters have room for
 LARGE_DIMS = 32  # and those of a `large` instance, compiled where a call needs more dims or 64-bit indices
 
@@ -38,7 +39,6 @@ class Variant:
     forms: tuple[str, ...] = ()  # enum Form for each input
     duties: tuple[str, ...] = ()  # of enum Duty for each gradient
     large: bool = False  # 64-bit indices and strides, and room for LARGE_DIMS
-    gradients: int = 3  # sum_partials: how many sums one launch finishes
     numbers: tuple[float, ...] = ()  # backward: of `Op.backward_numbers`; as constants they cost no instructions
 
     @property
@@ -69,7 +69,7 @@ class Variant:
             "GENERAL": int(self.is_general),
             "WIDTH": self.width,
             "ITEMS": self.items,
-            "GRADIENT_COUNT": self.gradients,
+            "GRADIENT_COUNT": SUMS_AT_ONCE,
             "RESIDENT": 1 if self.is_general else RESIDENT,
         }
         if self.op is None:
@@ -90,8 +90,9 @@ class Variant:
             self.result,
             "EITHER" if self.is_general else "PACKETS" if forward else "SPREAD",
         )
-        # A gradient summed in registers belongs to an input that does not change along the loop of a thread.
-        held = ["0" if forward else str(int(duties == "SUMS")) for duties in self.duties or inputs]
+        # An input does not change along the loop of a thread if its gradient is summed in registers, or if it is gathered.
+        duties = self.duties or ("",) * len(inputs)
+        held = [str(int(duty == "SUMS" or form == "GATHERED")) for duty, form in zip(duties, self.forms)]
         operands = [(*result, "0"), *((*one, form, kept) for one, form, kept in zip(inputs, self.forms, held))]
         arguments = [f"ELEMENT_OF({name})" for name in op.inputs] + list(op.options)
         defines: dict[str, object] = {

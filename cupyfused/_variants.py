@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ._dtypes import BY_NAME, Dtype, Rank, Typed, fold_types
 from ._layout import Strided
+from ._map_plan import REPEATING_ITEMS
 from ._plan import MAX_ITEMS, Described, Storage, storage
 from ._source import Variant
 from ._sum_plan import EVERY_DUTY
@@ -46,6 +47,9 @@ def storages(dtypes: Sequence[Dtype]) -> list[Storage]:
     return list(found)
 
 
+_X_FORMS = ("PACKETS", "SHIFTED")  # of x where it has them; the second only of more than one element
+
+
 def _forward(op: Op, stored: Storage, sizes: Sequence[bool]) -> Iterator[Variant]:
     """Every instance of an op's forward kernel for operands stored like this."""
     if stored.result.name == "bool" and not op.takes_bool:
@@ -54,12 +58,12 @@ def _forward(op: Op, stored: Storage, sizes: Sequence[bool]) -> Iterator[Variant
     for large in sizes:
         yield _variant(op, "forward", stored, (1, min(stored.packet, MAX_ITEMS)), ("EITHER",) * inputs, (), large=large)
     for width, items in _packets(stored):
-        for forms in itertools.product(("UNIFORM", "PACKETS"), repeat=inputs - 1):
-            yield _variant(op, "forward", stored, (width, items), ("PACKETS", *forms), ())
+        for forms in itertools.product(_X_FORMS[: 1 + (width > 1)], *[("UNIFORM", "PACKETS")] * (inputs - 1)):
+            yield _variant(op, "forward", stored, (width, items), forms, ())
     if stored.x != "any_dtype" and stored.result.is_floating and stored.packet > 1:
         for forms in itertools.product(("UNIFORM", "PACKETS", "GATHERED"), repeat=inputs - 1):
             if "GATHERED" in forms:
-                yield _variant(op, "forward", stored, (stored.packet, 1), ("PACKETS", *forms), ())
+                yield _variant(op, "forward", stored, (stored.packet, REPEATING_ITEMS), ("PACKETS", *forms), ())
 
 
 def _backward(op: Op, stored: Storage, numbers: Numbers, sizes: Sequence[bool]) -> Iterator[Variant]:
@@ -71,7 +75,7 @@ def _backward(op: Op, stored: Storage, numbers: Numbers, sizes: Sequence[bool]) 
         yield _variant(op, "backward", stored, single, ("EITHER",) * inputs, (EVERY_DUTY,) * inputs, numbers, large)
     if stored.x != "uint8":
         for width, items in _packets(stored):
-            for forms, duties in sorted(_backward_packets(op)):
+            for forms, duties in sorted(_backward_packets(op, in_packets=width > 1)):
                 yield _variant(op, "backward", stored, (width, items if width == 1 else 1), forms, duties, numbers)
 
 
@@ -100,7 +104,7 @@ def _variant(
     return Variant(op, direction, *stored_as, *packets, forms, duties, large, numbers=numbers)
 
 
-def _backward_packets(op: Op) -> set[tuple[Words, Words]]:
+def _backward_packets(op: Op, in_packets: bool) -> set[tuple[Words, Words]]:
     """Return the forms of inputs and duties of gradients that can come together in a backward pass that has an instance of its own.
 
     An input that no wanted gradient reads is absent, which is UNIFORM; x, which is never broadcast here, is UNIFORM only then.
@@ -109,19 +113,36 @@ def _backward_packets(op: Op) -> set[tuple[Words, Words]]:
     found: set[tuple[Words, Words]] = set()
     for has_options in (False, True)[: 1 + bool(op.options)]:
         read = op.saved((True,) * len(op.inputs), has_options)
-        for forms in itertools.product(*(("UNIFORM", "PACKETS") if name in read else ("UNIFORM",) for name in op.inputs)):
-            is_absent = forms[0] == "UNIFORM"
-            if is_absent and has_options and x in op.reads_with_options:
+        for forms in itertools.product(*(_forms(name is x, name in read, in_packets) for name in op.inputs)):
+            is_absent, gathers = forms[0] == "UNIFORM", "GATHERED" in forms
+            if (is_absent and has_options and x in op.reads_with_options) or (gathers and forms[0] == "SHIFTED"):
                 continue
             choices = [
-                ("STORES",) if is_absent and x in op.reads[name] else _duties(form) for name, form in zip(parameters, forms[1:])
+                ("STORES",) if is_absent and x in op.reads[name] else _duties(form, gathers)
+                for name, form in zip(parameters, forms[1:])
             ]
-            found |= {(forms, ("STORES", *duties)) for duties in itertools.product(*choices)}
+            for duties in itertools.product(*choices):
+                # Where some parameter is gathered, a gradient that is wanted is summed, or as large as x. x is there for one.
+                asked = [duty == "SUMS" or form == "PACKETS" for form, duty in zip(forms[1:], duties)]
+                reads_x = has_options or any(x in op.reads[name] for name, one in zip(parameters, asked) if one)
+                if reads_x or is_absent or not gathers:
+                    found.add((forms, ("STORES", *duties)))
     return found
 
 
-def _duties(form: str) -> Words:
-    """A gradient summed along dim 0 for each row belongs to a parameter that is broadcast along it, so never loaded in packets."""
+def _forms(is_x: bool, is_read: bool, in_packets: bool) -> Words:
+    if not is_read:
+        return ("UNIFORM",)
+    return ("UNIFORM", "PACKETS", *(("SHIFTED" if is_x else "GATHERED",) if in_packets else ()))
+
+
+def _duties(form: str, gathers: bool) -> Words:
+    """A gradient summed along dim 0 for each row belongs to a parameter that is broadcast along it, so never loaded in packets.
+
+    Where some parameter is gathered, none is summed like that, and one that has packets is as large as x.
+    """
+    if gathers:
+        return ("STORES",) if form == "PACKETS" else ("STORES", "SUMS")
     return ("STORES", "SUMS", "SUMS_ROWS") if form == "UNIFORM" else ("STORES", "SUMS")
 
 
@@ -129,4 +150,4 @@ def _finishing(stored: Sequence[Storage], sizes: Sequence[bool]) -> Iterator[Var
     """Every instance of the kernel that finishes sums."""
     for arithmetic in sorted({one.result.arithmetic for one in stored if one.result.is_floating}):
         for large in sizes:
-            yield Variant(None, "sum_partials", "", "", "", arithmetic, large=large, gradients=1 if large else 3)
+            yield Variant(None, "sum_partials", "", "", "", arithmetic, large=large)

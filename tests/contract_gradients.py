@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import FLOATS, OpUnderTest, assert_agree, assert_same, check_gradients, draw_arguments, draw_gradient
+from checks import FLOATS, OpUnderTest, assert_agree, assert_same, check_forward, check_gradients, draw_arguments, draw_gradient
 from contract_values import LAID_OUT, MIXED, SPECIAL, random_shapes
 from layouts import EMPTY, LAYOUTS, SHAPES, SUMS, WIDTHS, Shapes, draw, lay, shape_id
 from targets import Target
@@ -99,6 +99,26 @@ class Gradients:
         arguments = draw_arguments(self.op, generator, ((3, width), (width,), (3, 1)), [dtype], target.device)
         options = self.op.options[0]
         check_gradients(self.op, target, arguments, options, draw_gradient(self.op, generator, arguments, options))
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    @pytest.mark.parametrize("inner", [(1_023,), (49, 6), (6, 7, 5), (7, 3, 6), (4, 9), (17,)], ids=str)
+    def test_parameters_that_repeat(
+        self, target: Target, generator: torch.Generator, inner: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """Rows of any width and number, each parameter along any of the inner dims; and an x that begins anywhere."""
+        for _ in range(6):
+            rows = int(torch.randint(2, 40, (), generator=generator))
+            keeps = torch.randint(2, (2, len(inner)), generator=generator).tolist()
+            parameters = [tuple(extent if kept else 1 for extent, kept in zip(inner, keep)) for keep in keeps]
+            layout = ("contiguous", "unaligned")[int(torch.randint(3, (), generator=generator)) == 0]
+            wanted = [True] * 3 if rows % 3 else torch.randint(2, (3,), generator=generator).bool().tolist()
+            print(rows, parameters, layout, wanted)
+            shapes = ((rows, *inner), *parameters)
+            arguments = draw_arguments(self.op, generator, shapes, [dtype], target.device, [layout, "contiguous"])
+            options = self.op.options[0]
+            check_forward(self.op, target, arguments, options)
+            if any(wanted):
+                check_gradients(self.op, target, arguments, options, draw_gradient(self.op, generator, arguments, options), wanted)
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     @pytest.mark.parametrize("loss", LOSSES)

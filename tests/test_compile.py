@@ -142,7 +142,7 @@ def _planned(op: Op, inputs: list[Described], has_options: bool, backend: Backen
     for wanted in PATTERNS[1:]:
         saved = op.saved(wanted, has_options)
         present = [one if name in saved else Described() for name, one in zip(op.inputs, inputs)]
-        gradients = [one if asked else None for one, asked in zip(inputs, wanted)]
+        gradients = [one._replace(alignment=0) if asked else None for one, asked in zip(inputs, wanted)]
         sum_plan(op, shape, [y, *present], options, _numbers(op), gradients, storage(inputs, F32), backend)
 
 
@@ -150,11 +150,12 @@ def _planned(op: Op, inputs: list[Described], has_options: bool, backend: Backen
 def test_plans_ask_for_every_instance_of_the_table(op: Op) -> None:
     """What no call asks for would be compiled ahead for nothing."""
     recorder = _Recorder()
-    for shape in ((4, 500, 600), (600, 500, 4), (4, 500, 601), (600, 501, 3), (5, 3)):
+    for shape in ((4, 500, 600), (600, 500, 4), (4, 500, 601), (64, 5, 601), (600, 501, 3), (5, 3)):
         own = [tuple(extent if kept else 1 for extent, kept in zip(shape, pattern)) for pattern in PATTERNS]
         arrays = [Described(F32, Strided(one, contiguous_strides(one))) for one in (shape, *own)]
-        for scale, bias, has_options in itertools.product(arrays, arrays, (False, True)):
-            _planned(op, [arrays[0], scale, bias], has_options and bool(op.options), recorder.backend)
+        for alignment, scale, bias, has_options in itertools.product((0, 4), arrays, arrays, (False, True)):
+            x = arrays[0]._replace(alignment=alignment)
+            _planned(op, [x, scale, bias], has_options and bool(op.options), recorder.backend)
         _planned(op, [arrays[1], arrays[0], arrays[0]], bool(op.options), recorder.backend)  # an x that is broadcast
     assert set(table([op], [F32], _numbers, large=False)) == recorder.asked
 

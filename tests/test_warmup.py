@@ -58,9 +58,9 @@ def test_the_command_fills_the_cache_that_calls_read(folder: Path, compiled: Com
     options = ["--arch", "sm_90", "--op", SMALL[0], "--dtype", SMALL[1]]
     done = subprocess.run([sys.executable, "-m", "cupyfused", "warmup", *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert str(folder) in "".join(done.stdout.split()) and "8 kernels compiled" in done.stdout
+    assert str(folder) in "".join(done.stdout.split()) and "12 kernels compiled" in done.stdout
 
-    assert cupyfused.warmup(SMALL[0], dtypes=SMALL[1], arch="sm_90") == (0, 8)
+    assert cupyfused.warmup(SMALL[0], dtypes=SMALL[1], arch="sm_90") == (0, 12)
     asked: list[Variant] = []
     backend = Backend("recorder", lambda variant: asked.append(variant) or (lambda *launch: None), 132)
     int32 = Described(BY_NAME["int32"], Strided((3, 8), (8, 1)))
@@ -91,7 +91,7 @@ def test_every_op_by_default(compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 def test_a_damaged_entry_is_compiled_again(folder: Path, compiled: Compiled) -> None:
     cupyfused.warmup(SMALL[0], dtypes=SMALL[1], arch="sm_90")
     next(folder.iterdir()).write_bytes(b"damaged")
-    assert cupyfused.warmup(SMALL[0], dtypes=SMALL[1], arch="sm_90") == (1, 7)
+    assert cupyfused.warmup(SMALL[0], dtypes=SMALL[1], arch="sm_90") == (1, 11)
 
 
 # ---- GPUs ---------------------------------------------------------------------------------------------------------------
@@ -183,6 +183,6 @@ def test_progress_without_rich(compiled: Compiled, monkeypatch: pytest.MonkeyPat
 def test_progress_with_rich(compiled: Compiled, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     cupyfused.warmup(SMALL[0], dtypes=SMALL[1], arch="sm_90", progress=True)
-    assert "8/8" in capsys.readouterr().out
+    assert "12/12" in capsys.readouterr().out
     cupyfused.warmup(SMALL[0], dtypes=SMALL[1], arch="sm_90", progress=True)
     assert not capsys.readouterr().out, "no bar for nothing to do"
