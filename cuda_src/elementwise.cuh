@@ -1,6 +1,6 @@
 // The two kernels of an elementwise op: the map, and the map of its backward, which also sums gradients.
 //
-// Budget: some 315 lines; the two share the macros over operands and what a packet is, which two files would each have to say.
+// Budget: some 360 lines; the two share the macros over operands and what a packet is, which two files would each have to say.
 //
 // The functor OP holds the arithmetic (<op>.cuh). What differs from op to op and from dtype to dtype is defined above this text
 // by cupyfused/_source.py:
@@ -17,9 +17,9 @@
 //   RESIDENT                   blocks of backward that run at once on a multiprocessor
 //   OPERAND_COUNT, SCALAR_COUNT, GRADIENT_COUNT, WIDTH, ITEMS, BLOCK, MAX_DIMS, INDEX, STRIDE
 //
-// A thread takes ITEMS packets of WIDTH neighbours: 16 bytes each where the layout allows it, else as many single elements, BLOCK
-// apart so that the threads of a warp stay side by side. All loads are issued before the first use. Packets are whole; what one
-// dim has beyond the last of them, the first threads take one by one.
+// A thread takes ITEMS packets of WIDTH neighbours: 16 bytes each where the layout allows it, else as many single elements, apart
+// so that the threads of a warp stay side by side. All loads are issued before the first use. Packets are whole; the elements
+// beyond the last of them, of one dim or of rows that are walked as one, go one to a thread.
 
 typedef ARITHMETIC A;
 
@@ -272,10 +272,32 @@ __device__ __forceinline__ void backward_tail(const SumParameters& p, int place,
     GRADIENTS(TAKE_ONE)
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) KERNEL(const __grid_constant__ SumParameters p)
-{
+// What the kernel does with each operand and each gradient, in this order.
 #define MOVES_OPERAND(k, name, T, form, held) | (held ? 0u : 1u << k)
 #define MOVES_GRADIENT(k, name, T, duties) | ((duties) & (STORES | SUMS_ROWS) ? 1u << (OPERAND_COUNT + k) : 0u)
+#define LOAD_HELD(k, name, T, form, held) if (held && (form) != GATHERED && in_row) name[0].load(p.address[k], base[k], p.operand[k]);
+#define LOAD(k, name, T, form, held) if (!(held)) name[i].load(p.address[k], offset[i][k], p.operand[k]);
+#define SETTLE_HELD(k, name, T, form, held)                                                                                      \
+    if (held) name[0].settle(p.address[k], p.operand[k]);                                                                        \
+    if (held)                                                                                                                    \
+        for (int i = 1; i < ITEMS; ++i) name[i] = name[0];
+#define SETTLE(k, name, T, form, held) if (!(held)) name[i].settle(p.address[k], p.operand[k]);
+#define DECLARE_GRADIENT(k, name, T, duties) Packet<T, A, WIDTH, GENERAL ? EITHER : PACKETS> name;
+#define STORE(k, name, T, duties)                                                                                                \
+    if ((duties) & STORES && p.role[k] == EACH)                                                                                  \
+        name.store(p.address[OPERAND_COUNT + k], offset[i][OPERAND_COUNT + k], p.operand[OPERAND_COUNT + k]);
+#define STORE_ROW(k, name, T, duties)                                                                                            \
+    if ((duties) & SUMS_ROWS && p.role[k] == ROW)                                                                                \
+        store_row(p, k, row_sum[k], offset[i][OPERAND_COUNT + k], block.tile, lane == 0 && exists[i]);
+#define FINISH(k, name, T, duties)                                                                                               \
+    if ((duties) & SUMS) {                                                                                                       \
+        int64 place = base[OPERAND_COUNT + k] + block.split * p.split_stride[k] + block.tile * p.tile_stride[k];                 \
+        if (p.role[k] == COLUMN) store_columns(p, k, sum[k], place, in_row);                                                     \
+        if (p.role[k] == ALL) store_all(p, k, sum[k], place);                                                                    \
+    }
+
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) KERNEL(const __grid_constant__ SumParameters p)
+{
     constexpr uint32 MOVES = 0 OPERANDS(MOVES_OPERAND) GRADIENTS(MOVES_GRADIENT);  // along the loop
     const int lane = threadIdx.x & ((1 << p.lane_bits) - 1), row = threadIdx.x >> p.lane_bits, rows = BLOCK >> p.lane_bits;
     const Block block(p);
@@ -284,9 +306,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) KERNEL(const __gri
 
     int64 base[ENTRIES];
     block_offsets(p, block, position, base);
-
     OPERANDS(DECLARE)
-#define LOAD_HELD(k, name, T, form, held) if (held && (form) != GATHERED && in_row) name[0].load(p.address[k], base[k], p.operand[k]);
     OPERANDS(LOAD_HELD)
     if constexpr (GATHERED_ONES != 0) {
         const Gathered<ENTRIES> gathered(p.dim + p.ndim, p.gathered_ndim, in_row ? position * WIDTH : 0);
@@ -309,23 +329,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) KERNEL(const __gri
 #pragma unroll
             for (int k = 0; k < ENTRIES; ++k) offset[i][k] = base[k];
             add_packet_offsets<MOVES>(p.dim + p.loop_begin, p.loop_end - p.loop_begin, step, offset[i]);
-#define LOAD(k, name, T, form, held) if (!(held)) name[i].load(p.address[k], offset[i][k], p.operand[k]);
             OPERANDS(LOAD)
         }
         if (turn == begin) {  // after the first loads, so that none waits for what is held
-#define SETTLE_HELD(k, name, T, form, held)                                                                                      \
-            if (held) name[0].settle(p.address[k], p.operand[k]);                                                                \
-            if (held)                                                                                                            \
-                for (int i = 1; i < ITEMS; ++i) name[i] = name[0];
             OPERANDS(SETTLE_HELD)
         }
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             A row_sum[GRADIENT_COUNT] = {};
             if (exists[i]) {
-#define SETTLE(k, name, T, form, held) if (!(held)) name[i].settle(p.address[k], p.operand[k]);
                 OPERANDS(SETTLE)
-#define DECLARE_GRADIENT(k, name, T, duties) Packet<T, A, WIDTH, GENERAL ? EITHER : PACKETS> name;
                 GRADIENTS(DECLARE_GRADIENT)
 #pragma unroll
                 for (int e = 0; e < WIDTH; ++e) {
@@ -333,26 +346,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) KERNEL(const __gri
                     OP::backward<A>(ARGUMENTS);
                     GRADIENTS(TAKE)
                 }
-#define STORE(k, name, T, duties)                                                                                                \
-                if ((duties) & STORES && p.role[k] == EACH)                                                                      \
-                    name.store(p.address[OPERAND_COUNT + k], offset[i][OPERAND_COUNT + k], p.operand[OPERAND_COUNT + k]);
                 GRADIENTS(STORE)
             }
-#define STORE_ROW(k, name, T, duties)                                                                                            \
-            if ((duties) & SUMS_ROWS && p.role[k] == ROW)                                                                        \
-                store_row(p, k, row_sum[k], offset[i][OPERAND_COUNT + k], block.tile, lane == 0 && exists[i]);
             GRADIENTS(STORE_ROW)
         }
     }
     if (WIDTH > 1 && row < p.tail && block.split == 0 && position == p.tail_position) backward_tail(p, row, sum);
 
     block_offsets(p, block, position, base);  // once more, rather than keep those of the sums in registers through the loop
-#define FINISH(k, name, T, duties)                                                                                               \
-    if ((duties) & SUMS) {                                                                                                       \
-        int64 place = base[OPERAND_COUNT + k] + block.split * p.split_stride[k] + block.tile * p.tile_stride[k];                 \
-        if (p.role[k] == COLUMN) store_columns(p, k, sum[k], place, in_row);                                                     \
-        if (p.role[k] == ALL) store_all(p, k, sum[k], place);                                                                    \
-    }
     GRADIENTS(FINISH)
 }
 
