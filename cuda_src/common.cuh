@@ -199,7 +199,7 @@ enum Access : uint32 {
     ABSENT,  // left out, or not needed for the gradients that are asked for
     NUMBER,
     ARRAY,   // one element for the whole packet: dim 0 is broadcast, or packets are single elements
-    VECTOR,  // a packet's elements are neighbours, and aligned for a load of all of them at once
+    VECTOR,  // a packet's elements are neighbours, aligned for a load of all of them at once unless they are SHIFTED
 };
 
 // What an instance of a kernel is compiled to do with an operand and with a gradient. The fewer, the faster and the shorter: an
@@ -218,7 +218,7 @@ enum Duty { STORES = 1, SUMS = 2, SUMS_ROWS = 4 };
 struct Operand {
     uint32 access;
     uint32 dtype;
-    int32 step;  // between the elements of a packet: 1 or 0
+    int32 step;  // between the elements of a packet, 1 or 0; not used where packets are single elements
 };
 
 // A number, or an array without dims.

@@ -58,14 +58,14 @@ template <int TENSORS> struct Gathered {
     }
 
 // Of an element after the last packet.
-#define LOAD_INPUT(k, name, T, form, held)                                                                                       \
+#define LOAD_ONE(k, name, T, form, held)                                                                                       \
     if ((form) == GATHERED) name[0].load_element(0, p.address[k], gathered_offset(p, k, element));                               \
-    else if (k >= FIRST_INPUT) name[0].load(p.address[k], element * p.operand[k].step, p.operand[k]);                            \
-    if (k >= FIRST_INPUT) name[0].settle(p.address[k], p.operand[k]);
+    else if (k >= FIRST_READ) name[0].load(p.address[k], element * p.operand[k].step, p.operand[k]);                            \
+    if (k >= FIRST_READ) name[0].settle(p.address[k], p.operand[k]);
 
 #ifdef FORWARD
 
-constexpr int FIRST_INPUT = 1;  // operand 0 is the result
+constexpr int FIRST_READ = 1;  // operand 0 is the result
 
 // Operand 0 is y, the inputs follow. An address is a number's bits where the operand is a number.
 struct MapParameters {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void forward_tail(const MapParameters& p)
     SCALARS(DECLARE_SCALAR)
     const int64 element = (int64)p.packets * WIDTH + threadIdx.x;
     constexpr int i = 0, e = 0;
-    OPERANDS(LOAD_INPUT)
+    OPERANDS(LOAD_ONE)
     result[0].set(0, OP::forward<A>(ARGUMENTS));
     result[0].store(p.address[0], element * p.operand[0].step, p.operand[0]);
 }
@@ -164,7 +164,7 @@ enum Role : uint32 {
 };
 // The sums of one block go to the gradient itself if nothing is left to add, else to a workspace that sum_partials finishes.
 
-constexpr int FIRST_INPUT = 0;  // operand 0 is grad_out
+constexpr int FIRST_READ = 0;  // operand 0 is grad_out
 constexpr int ENTRIES = OPERAND_COUNT + GRADIENT_COUNT;
 
 // Operand 0 is grad_out, the inputs follow, then the gradients.
@@ -259,8 +259,8 @@ __device__ __forceinline__ void backward_tail(const SumParameters& p, int place,
     SCALARS(DECLARE_SCALAR)
     const int64 element = (int64)p.packets * WIDTH + place;
     constexpr int i = 0, e = 0;
-    OPERANDS(LOAD_INPUT)
-    A gradient[GRADIENT_COUNT], row_sum[GRADIENT_COUNT];
+    OPERANDS(LOAD_ONE)
+    A gradient[GRADIENT_COUNT], row_sum[GRADIENT_COUNT] = {};
     OP::backward<A>(ARGUMENTS);
 #define TAKE_ONE(k, name, T, duties)                                                                                             \
     Packet<T, A, 1, GENERAL ? EITHER : PACKETS> name;                                                                            \
@@ -351,7 +351,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT) KERNEL(const __gri
             GRADIENTS(STORE_ROW)
         }
     }
-    if (WIDTH > 1 && row < p.tail && block.split == 0 && position == p.tail_position) backward_tail(p, row, sum);
+    if (WIDTH > 1 && block.split == 0 && position == p.tail_position)
+        for (int place = row; place < p.tail; place += rows) backward_tail(p, place, sum);
 
     block_offsets(p, block, position, base);  // once more, rather than keep those of the sums in registers through the loop
     GRADIENTS(FINISH)

@@ -109,7 +109,7 @@ def choose_packets(layout: Layout, arrays: Sequence[tuple[int, Described]], full
     known = stored.x != "any_dtype"
     fits = packet > 1 and inner >= packet and (inner % packet == 0 or len(layout.extents) == 1)
     unaligned = [k for k, one in arrays if not _has_packets(layout.strides[k], one, packet, k in full)]
-    fits = fits and (not unaligned or (unaligned == [X] and layout.strides[X][0] == 1))
+    fits = fits and (not unaligned or (unaligned == [X] and _has_elements(layout.strides[X], dict(arrays)[X])))
     if known and fits and not is_large(layout, packet):
         return Packets(packet, 2 if packet == 8 else 1, False, bool(unaligned))
     moves = all(layout.strides[k][0] for k, _ in arrays if k in full)
@@ -122,6 +122,12 @@ def _has_packets(strides: Ints, one: Described, packet: int, is_full: bool) -> b
     step, *rest = strides
     neighbours = step == 1 and one.alignment % (packet * one.dtype.size) == 0 and all(stride % packet == 0 for stride in rest)
     return neighbours or (step == 0 and not is_full)
+
+
+def _has_elements(strides: Ints, one: Described) -> bool:
+    """Whether packets can be put together from two neighbours: those are cut between elements, not inside one."""
+    assert one.dtype is not None
+    return strides[0] == 1 and one.alignment % one.dtype.size == 0
 
 
 def split_tail(extents: Ints, width: int) -> tuple[Ints, int]:

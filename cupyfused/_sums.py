@@ -109,10 +109,10 @@ def plan_repeats(extents: Ints, width: int, summed: Sequence[Ints | None], multi
 
     The parameters are those of `plan_sums`, `extents` the elements of a period and how many there are, the last one maybe in part.
     """
-    layout = _assign(extents, width, 1, summed, True, (1,), multiprocessors * RESIDENT)
-    if layout is None or (Role.COLUMN in layout.roles and layout.splits * extents[0] > _workspace_limit(extents)):
-        return None
-    return layout
+    rows = min(1 << (extents[1] - 1).bit_length(), BLOCK // _MAX_LANES)  # no more than there are periods for
+    layout = _assign(extents, width, 1, summed, True, (1,), multiprocessors * RESIDENT, BLOCK // rows)
+    assert layout is not None  # a gradient keeps the period or nothing
+    return None if Role.COLUMN in layout.roles and layout.splits * extents[0] > _workspace_limit(extents) else layout
 
 
 def _best(extents: Ints, width: int, items: int, summed: Sequence[Ints | None], multiprocessors: int) -> SumLayout | None:
@@ -140,7 +140,14 @@ def _loop_candidates(outer: range, summed: Sequence[Ints | None]) -> list[Ints]:
 
 
 def _assign(
-    extents: Ints, width: int, items: int, summed: Sequence[Ints | None], has_position: bool, loop: Ints, resident: int
+    extents: Ints,
+    width: int,
+    items: int,
+    summed: Sequence[Ints | None],
+    has_position: bool,
+    loop: Ints,
+    resident: int,
+    most: int | None = None,
 ) -> SumLayout | None:
     """Share the iteration out among as many blocks as are resident, or more if its dims ask for more."""
     roles = tuple(_role(marks, has_position, loop) for marks in summed)
@@ -148,7 +155,8 @@ def _assign(
         return None
     packets = -(-extents[0] // width)
     positions = packets if has_position else 1
-    most = _MAX_LANES if width > 1 or Role.ROW in roles else _MAX_LANES_OF_SINGLES  # a ROW sums across a warp
+    if most is None:
+        most = _MAX_LANES if width > 1 or Role.ROW in roles else _MAX_LANES_OF_SINGLES  # a ROW sums across a warp
     lanes = min(most, 1 << (positions - 1).bit_length())
     tiles = -(-positions // lanes)
     grid_dims = tuple(dim for dim in range(1, len(extents)) if dim not in loop)

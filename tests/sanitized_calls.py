@@ -6,6 +6,7 @@ element outside it ends the process.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -27,6 +28,8 @@ SHAPES: Sequence[tuple[Shape, Shape, Shape]] = (
     ((3, 4, 16), (3, 1, 16), (4, 16)),
     ((16,), (5, 16), (1,)),
     ((4, 48), (4, 48), (4, 48)),
+    ((9, 33), (33,), (1,)),
+    ((5, 7, 9), (7, 1), (9,)),
 )
 
 
@@ -42,6 +45,7 @@ def layouts(shape: Shape, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         yield fresh((*shape[:-2], shape[-1], shape[-2]), dtype).transpose(-1, -2)
         yield fresh((*shape[:-1], 2 * shape[-1] + 1), dtype)[..., 1::2]
     if shape:
+        yield fresh((math.prod(shape) + 1,), dtype)[1:].view(shape)
         yield fresh((shape[0] * 64 + 1,), dtype)[1:].as_strided(shape, [1] * len(shape))
 
 
@@ -56,7 +60,8 @@ def call_all(dtype: torch.dtype, parameter: torch.dtype) -> int:
             fused_scale_bias(*(one.detach() for one in arrays), impl="host")
             calls += 2
             if y.is_floating_point():
-                y.backward(fresh((y.shape[-1] if y.dim() else 1,), y.dtype).expand(y.shape))
+                # By turns of one row for all, and dense.
+                y.backward(fresh(y.shape if calls % 2 else y.shape[-1:], y.dtype).expand(y.shape))
                 calls += 1
     return calls
 

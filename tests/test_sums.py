@@ -90,8 +90,9 @@ def walk(one: SumLayout, extents: Ints, width: int, items: int) -> Iterator[Visi
     thread = np.arange(BLOCK)
     lane, row, rows = thread % one.position_lanes, thread // one.position_lanes, BLOCK // one.position_lanes
     for block in range(one.blocks):
-        split, tile = block % one.splits, block // one.splits % one.tiles
-        grid = decompose(np.array(block // one.splits // one.tiles), kernel_extents[end:])
+        split, x = divmod(block, one.grid * one.tiles)
+        tile = x % one.tiles
+        grid = decompose(np.array(x // one.tiles), kernel_extents[end:])
         position = tile * one.position_lanes + lane
         stop = min(one.loop, (split + 1) * one.loop_per_split)
         for turn in range(split * one.loop_per_split, stop, rows * items):
