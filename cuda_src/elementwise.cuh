@@ -41,8 +41,8 @@ template <int TENSORS> struct Gathered {
     __device__ __forceinline__ Gathered(const Dim<TENSORS>* dim, int ndim, INDEX element) : here{}, next{}, inner(dim[0])
     {
         left = inner.extent - (element - inner.divide(element) * inner.extent);
-        add_packet_offsets<GATHERED_ONES>(dim, ndim, element, here);
-        add_packet_offsets<GATHERED_ONES>(dim, ndim, element + left, next);
+        add_offsets<GATHERED_ONES, UNROLLED_DIMS>(dim, ndim, element, here);
+        add_offsets<GATHERED_ONES, UNROLLED_DIMS>(dim, ndim, element + left, next);
     }
     __device__ __forceinline__ int64 offset(int k, INDEX e) const
     {
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) KERNEL(const __grid_constant
         for (int k = 0; k < OPERAND_COUNT; ++k) offset[k] = advance(0, place, p.dim[0].stride[k]);
     } else {
         place = (INDEX)blockIdx.x * (BLOCK * ITEMS) + threadIdx.x;
-        const INDEX second = add_packet_offsets<~0u>(p.dim, p.ndim, one_dim ? place : thread, offset);
+        const INDEX second = add_offsets<~0u, UNROLLED_DIMS>(p.dim, p.ndim, one_dim ? place : thread, offset);
         if (!one_dim) place = second * ITEMS;
     }
     // Of the items of a thread as many exist as dim 1 still has, or, along one dim, as lie before its end.
