@@ -39,7 +39,7 @@ def call_arrays(op: Op, kind: ArrayKind, values: Sequence[Any], out: Any, impl: 
     """Compute an op for arrays of one kind."""
     prepared = None if out is not None else _prepare(kind, values, impl)
     if prepared is not None:
-        key, slots = prepared
+        key, slots, values = prepared
         ready = op.calls.get(key)
         if ready is not None:
             return _run(op, kind, ready, values, slots, None)
@@ -56,20 +56,19 @@ def call_arrays(op: Op, kind: ArrayKind, values: Sequence[Any], out: Any, impl: 
     return result
 
 
-def _prepare(kind: ArrayKind, values: Sequence[Any], impl: str) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """Return what tells one signature from another, and an address or number for each argument.
+def _prepare(kind: ArrayKind, values: Sequence[Any], impl: str) -> tuple[tuple[Any, ...], list[Any], list[Any]] | None:
+    """Return what tells one signature from another, an address or number for each argument, and the arguments.
 
-    None if an argument is anything but a number or an array of the library's own class: the door looks closer.
+    Values of NumPy without dims are numbers. None if an argument is anything but a number or an array of the library's own class:
+    the door looks closer.
     """
-    array, place = kind.array, (0, 0)
+    array, place, given = kind.array, (0, 0), list(values)
     slots: list[Any] = []
     reads_memory = kind is not _arrays.NUMPY or "host" in (impl, _op.cpu_impl)
     key: list[Any] = [kind.name, impl, _op.cpu_impl]
     for value in values:
         own = type(value)
-        if own is array:
-            if not value.shape and slots and kind is _arrays.NUMPY:
-                return None  # the door takes it for a number
+        if own is array and (value.shape or not slots or kind is not _arrays.NUMPY):
             if reads_memory:
                 place = kind.place(value)
             slots.append(place[0])
@@ -81,8 +80,13 @@ def _prepare(kind: ArrayKind, values: Sequence[Any], impl: str) -> tuple[tuple[A
             slots.append(0)
             key.append(None)
         else:
-            return None
-    return tuple(key), slots
+            number = _arrays.as_number(value) if slots else None
+            if number is None:
+                return None
+            given[len(slots)] = number
+            slots.append(number)
+            key.append(type(number))
+    return tuple(key), slots, given
 
 
 def _run(op: Op, kind: ArrayKind, ready: _Ready, values: Sequence[Any], slots: Sequence[Any], out: Any) -> Any:

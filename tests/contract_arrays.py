@@ -53,6 +53,19 @@ class Arrays:
         assert y.dtype == np.float32
         assert_same(as_tensor(y), target.run(self.op.call, x, *numbers, *self.op.options[0]))
 
+    @pytest.mark.parametrize("make", [np.float32, np.float64, np.int16, np.bool_, np.array], ids=lambda make: make.__name__)
+    def test_values_of_numpy_without_dims_are_numbers(
+        self, target: Target, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch, make: Any
+    ) -> None:
+        """Of whatever dtype: they promote as Python's numbers do, and a second call takes the short cut that those take."""
+        x, options = as_array(target, draw(generator, (5, 16), torch.float32, target.device)), self.op.options[0]
+        for number in (1, 0):
+            others = [number] * (len(self.op.inputs) - 1)
+            expected = as_tensor(target.run(self.op.call, x, *[make(one).item() for one in others], *options))
+            y = target.run(self.op.call, x, *[make(one) for one in others], *options)
+            assert_same(as_tensor(y), expected)
+            monkeypatch.setattr("cupyfused._array_call.open_operands", None)
+
     def test_out_of_arrays(self, target: Target, generator: torch.Generator) -> None:
         arguments = draw_arguments(self.op, generator, LAST_DIM, [torch.float32], target.device)
         expected = self.op.fused(target, self.op.options[0])(*arguments)
