@@ -75,14 +75,14 @@ def warmup(
     The cache serves this version of cupyfused and this version of NVRTC, and only if its folder belongs to the user who runs.
     Nothing is loaded into a GPU, and no CUDA context is made: a call loads the one to three kernels that it needs itself, while a
     stream captures too. Kernels of gradients are compiled where PyTorch is installed, for options that are numbers. On a slow core
-    a kernel takes 0.1 to 0.5 s; the default is some 600 of them for an architecture, `large` a tenth more.
+    a kernel takes 0.1 to 0.5 s; the default is some 1,100 of them for an architecture, `large` 4 % more.
 
     Examples
     --------
     >>> import cupyfused
     >>> warmed = cupyfused.warmup("fused_scale_bias", dtypes="int32", arch="sm_90")
     >>> warmed.compiled + warmed.found
-    8
+    12
     """
     from . import _cache, _variants
 
