@@ -58,9 +58,9 @@ template <int TENSORS> struct Gathered {
     }
 
 // Of an element after the last packet.
-#define LOAD_ONE(k, name, T, form, held)                                                                                       \
+#define LOAD_ONE(k, name, T, form, held)                                                                                         \
     if ((form) == GATHERED) name[0].load_element(0, p.address[k], gathered_offset(p, k, element));                               \
-    else if (k >= FIRST_READ) name[0].load(p.address[k], element * p.operand[k].step, p.operand[k]);                            \
+    else if (k >= FIRST_READ) name[0].load(p.address[k], element * p.operand[k].step, p.operand[k]);                             \
     if (k >= FIRST_READ) name[0].settle(p.address[k], p.operand[k]);
 
 #ifdef FORWARD
@@ -72,9 +72,9 @@ struct MapParameters {
     uint64 address[OPERAND_COUNT];
     uint64 scalar_address[SCALAR_COUNT + 1];  // one more than there are: an array needs an element
     INDEX threads;
-    INDEX packets;       // along dim 0
+    INDEX packets;       // along dim 0; with GATHERED operands, along all dims
     INDEX items_extent;  // of the dim that items lie along
-    int32 tail;          // elements after the packets; only along a single dim
+    int32 tail;          // elements after the packets, of a single dim or of all walked as one
     int32 ndim;
     Operand operand[OPERAND_COUNT];
     Scalar scalar[SCALAR_COUNT + 1];
@@ -176,7 +176,7 @@ struct SumParameters {
     INDEX positions;       // packets along dim 0 if that is the position, else 1
     INDEX packets;         // along dim 0; with GATHERED operands, along all dims
     INDEX tail_position;   // of the thread that takes the tail
-    int32 tail;            // elements after the packets; only along a single dim
+    int32 tail;            // elements after the packets, of a single dim or of all walked as one
     uint32 tiles;          // blocks along the position
     Divider tile_divider;
     int32 lane_bits;       // 2^lane_bits threads lie along the position, with a ROW up to 32; the others share the loop

@@ -138,7 +138,7 @@ class Op:
         if _is_tensor(values[0]):
             from . import _library, _torch  # noqa: F401  # the first tensor registers the ops
 
-            return _torch.call(self, values, out, impl)
+            return _torch.call(self, values, out, impl)  # by its own name: Dynamo guards on a global that changes while it traces
         x = values[0]
         if _arrays.kind_of(x) is None and hasattr(x, "__dlpack_device__"):
             borrowed = [_arrays.borrow(self, name, value) for name, value in zip((*self.inputs, *self.options), values)]

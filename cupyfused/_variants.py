@@ -47,9 +47,6 @@ def storages(dtypes: Sequence[Dtype]) -> list[Storage]:
     return list(found)
 
 
-_X_FORMS = ("PACKETS", "SHIFTED")  # of x where it has them; the second only of more than one element
-
-
 def _forward(op: Op, stored: Storage, sizes: Sequence[bool]) -> Iterator[Variant]:
     """Every instance of an op's forward kernel for operands stored like this."""
     if stored.result.name == "bool" and not op.takes_bool:
@@ -58,7 +55,8 @@ def _forward(op: Op, stored: Storage, sizes: Sequence[bool]) -> Iterator[Variant
     for large in sizes:
         yield _variant(op, "forward", stored, (1, min(stored.packet, MAX_ITEMS)), ("EITHER",) * inputs, (), large=large)
     for width, items in _packets(stored):
-        for forms in itertools.product(_X_FORMS[: 1 + (width > 1)], *[("UNIFORM", "PACKETS")] * (inputs - 1)):
+        x_forms = ("PACKETS", "SHIFTED") if width > 1 else ("PACKETS",)
+        for forms in itertools.product(x_forms, *[("UNIFORM", "PACKETS")] * (inputs - 1)):
             yield _variant(op, "forward", stored, (width, items), forms, ())
     if stored.x != "any_dtype" and stored.result.is_floating and stored.packet > 1:
         for forms in itertools.product(("UNIFORM", "PACKETS", "GATHERED"), repeat=inputs - 1):
