@@ -10,6 +10,7 @@ import numpy as np
 from . import _arrays, _kernel, _op
 from ._arrays import ArrayKind
 from ._dtypes import BY_NAME
+from ._in_place import Composed
 from ._op import Call, choose_backend, decide, fitted, open_operands, run
 from ._out import open_out
 
@@ -22,7 +23,7 @@ __all__ = ["call_arrays"]
 class _Ready:
     """A call's signature, decided, with what allocates its result."""
 
-    def __init__(self, kind: ArrayKind, call: Call, is_plain: bool):
+    def __init__(self, op: Op, kind: ArrayKind, call: Call, is_plain: bool):
         self.call = call
         self.allocate = kind.allocator(call.shape, call.strides, call.dtype, call.device)
         self.namespace: Any = np if kind is _arrays.NUMPY else None if call.backend else _kernel.import_cupy()
@@ -33,6 +34,10 @@ class _Ready:
         # Numbers of a floating call need no look, and arrays of its dtype no cast.
         alike = call.dtype.is_floating and all(one.dtype.name == self.compute.name for one in typed)
         self.is_uncast = is_plain and alike  # an array of another class may multiply as matrices do
+        self.numbers = [k for k, one in enumerate(call.operands) if one.typed is not None and one.device is None]
+        if call.backend is None:
+            self.composed = Composed(op.reference, self.namespace, [one.typed for one in call.operands])
+        self.gives_the_result = False  # whether the expression is known to give a fresh array that lies as the result must
 
 
 def call_arrays(op: Op, kind: ArrayKind, values: Sequence[Any], out: Any, impl: str) -> Any:
@@ -48,7 +53,7 @@ def call_arrays(op: Op, kind: ArrayKind, values: Sequence[Any], out: Any, impl: 
     assert device is not None
     opened = None if out is None else open_out(op, kind, out)
     call = decide(op, operands, opened, choose_backend(op, impl, device))
-    ready = _Ready(kind, call, is_plain=prepared is not None)
+    ready = _Ready(op, kind, call, is_plain=prepared is not None)
     slots = [one.address if one.described.array else one.value or 0 for one in operands]
     result = _run(op, kind, ready, [one.value for one in operands], slots, out)
     if prepared is not None:
@@ -109,7 +114,9 @@ def _reference(op: Op, ready: _Ready, values: Sequence[Any], out: Any) -> Any:
     call, compute = ready.call, ready.compute
     with np.errstate(all="ignore"):
         if ready.is_uncast:
-            cast = [compute.type(value) if isinstance(value, (int, float)) else value for value in values]
+            cast = list(values)
+            for k in ready.numbers:
+                cast[k] = compute.type(cast[k])
         else:
             cast = [
                 value
@@ -119,8 +126,9 @@ def _reference(op: Op, ready: _Ready, values: Sequence[Any], out: Any) -> Any:
                 else compute.type(value)
                 for one, value in zip(call.operands, fitted(op, call, values))
             ]
-        y = op.reference(ready.namespace, *cast)
-        if out is None and _is_the_result(y, cast, ready):
+        y = ready.composed.compute(*cast)
+        if out is None and (ready.gives_the_result or _is_the_result(y, cast, ready)):
+            ready.gives_the_result = ready.composed.is_told  # a look takes 1 us
             return y
         result = ready.allocate() if out is None else out
         result[...] = y

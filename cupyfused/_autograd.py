@@ -66,7 +66,7 @@ def _forward(op: Op, ctx: Any, *args: Any) -> Tensor:
     if places is None:
         check_options(op, values, records=True in needs)
         places = ready.saving[needs] = _places_to_save(op, values, needs)
-    result = reference_result(ready, values) if ready.call.backend is None else ready.launched(values, slots)
+    result = reference_result(ready, values, False) if ready.call.backend is None else ready.launched(values, slots)
     ctx.save_for_backward(*[values[k] for k in places])
     ctx.ready, ctx.slots, ctx.places = ready, slots, places
     ctx.set_materialize_grads(False)

@@ -6,11 +6,13 @@ functions below; nothing about one is known elsewhere.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 from . import _arrays, _dlpack, _layout, _source
 from ._arrays import Kind, Operand, device_name
@@ -22,9 +24,6 @@ from ._out import check_out
 from ._plan import Backend, Described
 from ._result import result_dtype, result_strides
 from .errors import DtypeError, OperandError, message
-
-if TYPE_CHECKING:
-    from ._arrays import ArrayKind
 
 __all__ = ["Call", "Op", "decide", "open_operands", "run"]
 
@@ -55,7 +54,8 @@ class Op:
     options
         Numbers, 0-dim arrays or None; no gradient is taken of them.
     reference
-        `reference(namespace, *inputs, *options)` computes the op with PyTorch or NumPy operations, in the dtype it is given.
+        `reference(namespace, *inputs, *options)`: an expression of PyTorch or NumPy operations, in the dtype given. All it may
+        ask of its arguments is whether an option is None.
     reads
         For each input, the inputs that its gradient reads.
     reads_with_options
@@ -128,30 +128,32 @@ class Op:
 
     def __call__(self, *values: Any, out: Any = None, impl: str = "auto") -> Any:
         """Compute the op for any kind of array; the entry of every public function."""
-        if impl == "auto" and isinstance(values[0], tensor_class):
+        x = values[0]
+        if impl == "auto" and isinstance(x, tensor_class):
             return torch_call(self, values, out, impl)
         if impl not in IMPLS:
             expected = f"one of {', '.join(IMPLS[:3])}"
-            raise OperandError(
-                message(self.name, "impl", expected=expected, got=repr(impl), remedy="Leave it out for the default.")
-            )
-        if _is_tensor(values[0]):
+            raise OperandError(message(self.name, "impl", expected=expected, got=repr(impl), remedy="Leave it out."))
+        if _is_tensor(x):
             from . import _library, _torch  # noqa: F401  # the first tensor registers the ops
 
             return _torch.call(self, values, out, impl)  # by its own name: Dynamo guards on a global that changes while it traces
-        x = values[0]
-        if _arrays.kind_of(x) is None and hasattr(x, "__dlpack_device__"):
+        kind = _arrays.kind_of(x)
+        if kind is not None:
+            return _array_call().call_arrays(self, kind, values, out, impl)
+        if hasattr(x, "__dlpack_device__"):
             borrowed = [_arrays.borrow(self, name, value) for name, value in zip((*self.inputs, *self.options), values)]
             result = self(*borrowed, out=None if out is None else _arrays.borrow(self, "out", out), impl=impl)
             return out if out is not None else _arrays.hand_back(result, x)
-        kind = _arrays.kind_of(x)
-        if kind is None:
-            got = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
-            remedy = "Pass a torch.Tensor, cupy.ndarray, numpy.ndarray or another array with __dlpack__."
-            raise DtypeError(message(self.name, self.inputs[0], expected="an array", got=got, remedy=remedy))
-        from ._array_call import call_arrays
+        got = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+        remedy = "Pass a torch.Tensor, cupy.ndarray, numpy.ndarray or another array with __dlpack__."
+        raise DtypeError(message(self.name, self.inputs[0], expected="an array", got=got, remedy=remedy))
 
-        return call_arrays(self, cast("ArrayKind", kind), values, out, impl)
+
+@functools.cache
+def _array_call() -> Any:
+    """Return `_array_call`, which needs this module; an import statement in each call takes 1 us."""
+    return importlib.import_module("cupyfused._array_call")
 
 
 def _is_tensor(x: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from . import _dlpack, _op
 from ._dtypes import BY_NAME, Dtype
+from ._in_place import Composed
 from ._op import Call
 from ._promotion import DTYPES, TORCH_DTYPES
 from ._torch_kind import TORCH, TORCH_UNREAD, TorchKind, raw_stream
@@ -44,7 +45,8 @@ class Ready:
         self.stream: Callable[[], int] = raw_stream(call.device[1]) if call.device[0] == _dlpack.CUDA else int
         # The composed expression as it stands, where nothing is cast to compute it.
         dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
-        self.is_composed = call.backend is None and self.dtype in _UNCAST and all(one is self.dtype for one in dtypes)
+        is_composed = call.backend is None and self.dtype in _UNCAST and all(one is self.dtype for one in dtypes)
+        self.composed = Composed(op.reference, torch, values) if is_composed else None
         # A number that is a float counts as the default dtype beside integers.
         depends = not x.dtype.is_floating_point and any(isinstance(value, float) for value in values)
         self.default_dtype = torch.get_default_dtype() if depends else None

@@ -86,17 +86,17 @@ def _run(op: Op, values: Sequence[Any], ready: Ready, slots: list[Any], requires
     if ready.call.backend is None:
         if requires_grad:
             check_options(op, values)
-        return reference_result(ready, values)
+        return reference_result(ready, values, requires_grad and torch.is_grad_enabled())
     if requires_grad and torch.is_grad_enabled():
         return ready.apply(*values, ready, slots)  # type: ignore[no-any-return]
     return ready.launched(values, slots)
 
 
-def reference_result(ready: Ready, values: Sequence[Any]) -> Tensor:
-    """Compute the composed expression, as it stands where that is the same."""
-    if ready.is_composed:
+def reference_result(ready: Ready, values: Sequence[Any], records: bool) -> Tensor:
+    """Compute the composed expression, in place where autograd does not record it."""
+    if ready.composed is not None:
         try:
-            return ready.op.reference(torch, *values)  # type: ignore[no-any-return]
+            return ready.op.reference(torch, *values) if records else ready.composed.compute(*values)  # type: ignore[no-any-return]
         except (RuntimeError, OverflowError):  # a number that the dtype does not hold; or an error that comes again
             pass
     return compute_reference(ready.op, values, ready.call.dtype)
