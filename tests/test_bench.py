@@ -224,6 +224,8 @@ def test_the_readme_names_the_command(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # the peers' own
 def test_the_quick_benchmark_runs_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["bench", "--quick", "--elements", str(2**22), "--output", str(tmp_path)]) == 0
+    status = __main__.main(["bench", "--quick", "--elements", str(2**22), "--output", str(tmp_path)])
     saved = results.load(tmp_path / "bench.json")
+    assert not saved.untimed
+    assert status == 0
     assert {one.section for one in saved.timings} == set(sections.SECTIONS)
