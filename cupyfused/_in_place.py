@@ -89,13 +89,16 @@ def _over_an_operand(step: _Step, slots: Sequence[Any], result: Any) -> tuple[_S
     for k in step.last_read:
         if not _is_alike(slots[k], result):
             continue
-        changed = step._replace(out=k)
         if step.name.startswith("__"):
             places = step.places[::-1] if step.places[0] != k and step.name in _COMMUTE else step.places
             function = getattr(operator, f"__i{step.name[2:]}", None)
             if function is None or places[0] != k:
                 continue
             changed = step._replace(function=function, places=places)
+        else:
+            changed = step._replace(out=k)
+            if isinstance(slots[k], np.ndarray) and step.places[0] == k and hasattr(np.ndarray, step.name):
+                changed = changed._replace(function=getattr(np.ndarray, step.name))  # numpy.clip takes 2 us to call this one
         try:
             return changed, changed.compute(slots)
         except (RuntimeError, TypeError, ValueError):  # a function without `out`
