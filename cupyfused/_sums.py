@@ -64,6 +64,21 @@ class SumLayout:
         return dims
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What is shared out among blocks: `plan_sums` says what these are."""
+
+    extents: Ints
+    width: int
+    items: int
+    summed: Sequence[Ints | None]
+    resident: int  # blocks that run at once
+
+    @property
+    def workspace_limit(self) -> int:
+        return max(math.prod(self.extents) // _WORKSPACE_SHARE, _WORKSPACE_FREE)
+
+
 _MAX_ENUMERATED = 8
 # What starting and finishing a block costs, in turns of its loop: a turn waits for memory, and blocks wait side by side. With 4,
 # the gradients of 2^16 and 2^18 elements took 4.9 and 5.4 us in a CUDA graph on an H200, with 1 4.2 and 4.5.
@@ -97,7 +112,7 @@ def plan_sums(extents: Ints, width: int, items: int, summed: Sequence[Ints | Non
     for count in range(len(wanted), 0, -1):
         for group in itertools.combinations(wanted, count):
             chosen = [marks if k in group else None for k, marks in enumerate(summed)]
-            layout = _best(extents, width, items, chosen, multiprocessors)
+            layout = _best(_Work(extents, width, items, chosen, multiprocessors * RESIDENT))
             if layout is not None:
                 rest = [None if k in group else marks for k, marks in enumerate(summed)]
                 return [layout, *plan_sums(extents, width, items, rest, multiprocessors)]
@@ -110,47 +125,40 @@ def plan_repeats(extents: Ints, width: int, summed: Sequence[Ints | None], multi
     The parameters are those of `plan_sums`, `extents` the elements of a period and how many there are, the last one maybe in part.
     """
     rows = min(1 << (extents[1] - 1).bit_length(), BLOCK // _MAX_LANES)  # no more than there are periods for
-    layout = _assign(extents, width, 1, summed, True, (1,), multiprocessors * RESIDENT, BLOCK // rows)
+    work = _Work(extents, width, 1, summed, multiprocessors * RESIDENT)
+    layout = _assign(work, True, (1,), BLOCK // rows)
     assert layout is not None  # a gradient keeps the period or nothing
-    return None if Role.COLUMN in layout.roles and layout.splits * extents[0] > _workspace_limit(extents) else layout
+    return None if Role.COLUMN in layout.roles and layout.splits * extents[0] > work.workspace_limit else layout
 
 
-def _best(extents: Ints, width: int, items: int, summed: Sequence[Ints | None], multiprocessors: int) -> SumLayout | None:
+def _best(work: _Work) -> SumLayout | None:
     best, best_cost = None, math.inf
-    resident = multiprocessors * RESIDENT
-    outer = range(1, len(extents))
     for has_position in (True, False):
-        for loop in _loop_candidates(outer, summed):
-            layout = _assign(extents, width, items, summed, has_position, loop, resident)
+        for loop in _loop_candidates(work):
+            layout = _assign(work, has_position, loop)
             if layout is None:
                 continue
-            cost = _cost(layout, extents, width, items, summed, resident)
+            cost = _cost(work, layout)
             if cost < best_cost:
                 best, best_cost = layout, cost
     return best
 
 
-def _loop_candidates(outer: range, summed: Sequence[Ints | None]) -> list[Ints]:
+def _loop_candidates(work: _Work) -> list[Ints]:
     """Every subset of the outer dims; with very many dims only those that some gradient asks for."""
+    outer = range(1, len(work.extents))
     if len(outer) <= _MAX_ENUMERATED:
         return [dims for count in range(len(outer) + 1) for dims in itertools.combinations(outer, count)]
-    asked = {tuple(dim for dim in outer if marks[dim]) for marks in summed if marks is not None}
-    common = tuple(dim for dim in outer if all(marks[dim] for marks in summed if marks is not None and any(marks)))
+    summed = [marks for marks in work.summed if marks is not None]
+    asked = {tuple(dim for dim in outer if marks[dim]) for marks in summed}
+    common = tuple(dim for dim in outer if all(marks[dim] for marks in summed if any(marks)))
     return [*asked, common, tuple(outer), ()]
 
 
-def _assign(
-    extents: Ints,
-    width: int,
-    items: int,
-    summed: Sequence[Ints | None],
-    has_position: bool,
-    loop: Ints,
-    resident: int,
-    most: int | None = None,
-) -> SumLayout | None:
+def _assign(work: _Work, has_position: bool, loop: Ints, most: int | None = None) -> SumLayout | None:
     """Share the iteration out among as many blocks as are resident, or more if its dims ask for more."""
-    roles = tuple(_role(marks, has_position, loop) for marks in summed)
+    extents, width = work.extents, work.width
+    roles = tuple(_role(marks, has_position, loop) for marks in work.summed)
     if None in roles:
         return None
     packets = -(-extents[0] // width)
@@ -162,12 +170,12 @@ def _assign(
     grid_dims = tuple(dim for dim in range(1, len(extents)) if dim not in loop)
     grid = math.prod(extents[dim] for dim in grid_dims)
     steps = math.prod(extents[dim] for dim in loop) * (1 if has_position else packets)
-    turn = BLOCK // lanes * items  # loop indices that a block takes in one turn
+    turn = BLOCK // lanes * work.items  # loop indices that a block takes in one turn
     # One wave: each block has its share from the start, and none waits for a wave that is not full. With two to three waves the
     # gradients of (32768, 4096) in bfloat16 reached 79 % of the floor on an H200, with one 92 %.
-    wished = resident // (grid * tiles)
+    wished = work.resident // (grid * tiles)
     if Role.COLUMN in roles:
-        wished = min(wished, _workspace_limit(extents) // (grid * extents[0]))
+        wished = min(wished, work.workspace_limit // (grid * extents[0]))
     splits = max(1, min(wished, steps // (turn * _BLOCK_OVERHEAD)))
     per_split = -(-steps // splits)
     per_split = -(-per_split // turn) * turn
@@ -186,10 +194,6 @@ def _assign(
     )
 
 
-def _workspace_limit(extents: Ints) -> int:
-    return max(math.prod(extents) // _WORKSPACE_SHARE, _WORKSPACE_FREE)
-
-
 def _role(marks: Ints | None, has_position: bool, loop: Ints) -> Role | None:
     """Return a gradient's role under an assignment, None if the kernel cannot sum it that way."""
     if marks is None:
@@ -204,21 +208,21 @@ def _role(marks: Ints | None, has_position: bool, loop: Ints) -> Role | None:
     return Role.ALL if whole_loop else Role.ROW
 
 
-def _cost(layout: SumLayout, extents: Ints, width: int, items: int, summed: Sequence[Ints | None], resident: int) -> float:
+def _cost(work: _Work, layout: SumLayout) -> float:
     """Estimate the pass, in packets that all threads have a turn for; infinite if the partial sums would not stay small."""
-    blocks = -(-layout.blocks // resident) * resident
-    alone = sum(marks is not None for marks in summed) == 1
-    turn = BLOCK // layout.position_lanes * items
-    turns = -(-layout.loop_per_split // turn)
-    cost: float = blocks * BLOCK * items * (turns + _BLOCK_OVERHEAD)
+    blocks = -(-layout.blocks // work.resident) * work.resident
+    alone = sum(marks is not None for marks in work.summed) == 1
+    turns = -(-layout.loop_per_split // (BLOCK // layout.position_lanes * work.items))
+    of_a_turn = blocks * BLOCK * work.items
+    cost: float = of_a_turn * (turns + _BLOCK_OVERHEAD)
     for k, role in enumerate(layout.roles):
         if role in (Role.UNWANTED, Role.EACH):
             continue
-        partial = layout.partial_extents(k, extents, extents[0])
+        partial = layout.partial_extents(k, work.extents, work.extents[0])
         size = math.prod(partial.values())
-        if size > _workspace_limit(extents) and not alone:
+        if size > work.workspace_limit and not alone:
             return math.inf
-        cost += 4 * size / width
+        cost += 4 * size / work.width
         if role is Role.ROW:  # shuffles in every turn
-            cost += blocks * BLOCK * items * turns / 4
+            cost += of_a_turn * turns / 4
     return cost
