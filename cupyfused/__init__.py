@@ -9,6 +9,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from . import _array_call  # noqa: F401  # what ops call
 from ._config import show_config
 from ._settings import set_compile_mode
 from ._warmup import warmup
@@ -40,9 +41,8 @@ __all__ = [
 ]
 
 
-if (
-    sys.modules.get("torch") is not None
-):  # its operators are there for torch.ops, torch.export.load and pickled graphs without a first call
+# Its operators are there for torch.ops, torch.export.load and pickled graphs without a first call.
+if sys.modules.get("torch") is not None:
     importlib.import_module("._library", __name__)
 
 

@@ -35,8 +35,7 @@ class _Ready:
         alike = call.dtype.is_floating and all(one.dtype.name == self.compute.name for one in typed)
         self.is_uncast = is_plain and alike  # an array of another class may multiply as matrices do
         self.numbers = [k for k, one in enumerate(call.operands) if one.typed is not None and one.device is None]
-        if call.backend is None:
-            self.composed = Composed(op.reference, self.namespace, [one.typed for one in call.operands])
+        self.composed = Composed(op.reference, self.namespace)
         self.gives_the_result = False  # whether the expression is known to give a fresh array that lies as the result must
 
 
@@ -128,7 +127,7 @@ def _reference(op: Op, ready: _Ready, values: Sequence[Any], out: Any) -> Any:
             ]
         y = ready.composed.compute(*cast)
         if out is None and (ready.gives_the_result or _is_the_result(y, cast, ready)):
-            ready.gives_the_result = ready.composed.is_told  # a look takes 1 us
+            ready.gives_the_result = ready.composed.is_program  # a look takes 1 us
             return y
         result = ready.allocate() if out is None else out
         result[...] = y
@@ -145,3 +144,6 @@ def _is_the_result(y: Any, cast: Sequence[Any], ready: _Ready) -> bool:
 def _cast(namespace: Any, array: Any, compute: Any) -> Any:
     """Return an array as a plain one of the dtype: a numpy.matrix would multiply as matrices do."""
     return namespace.asarray(array).astype(compute, copy=False)
+
+
+_op.call_arrays = call_arrays

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,57 +32,75 @@ class _Step(NamedTuple):
 
 
 class Composed:
-    """A reference expression for one signature: classes, dtypes, shapes and strides of its arguments, and which are None.
+    """A reference expression for the arguments of one signature: their dtypes, shapes and strides, and which are None.
 
-    The first call finds out which steps can write over an intermediate that nothing reads afterwards. An expression that cannot be
-    told as steps is computed as it stands. Not for calls that autograd records: what it saves must stay.
+    The first call computes it as it stands, since many a signature comes once. The second finds out which steps can write over an
+    intermediate that nothing reads afterwards. An expression that cannot be told as steps is computed as it stands. Not for calls
+    that autograd records: what it saves must stay.
     """
 
-    def __init__(self, reference: Callable[..., Any], namespace: Any, values: Sequence[Any]):
-        recorder = _Recorder(namespace)
-        symbols = [None if value is None else _Symbol(recorder, k) for k, value in enumerate(values)]
-        recorder._slots = [None] * len(symbols)
-        try:
-            result = reference(recorder, *symbols)
-        except Exception:  # whatever an expression asks of an array that a symbol does not answer
-            result = None
-        self._result = result._place if isinstance(result, _Symbol) else -1
-        self._steps: list[_Step] = recorder._steps
-        self._constants = recorder._slots[len(symbols) :]
-        self.is_told = self._result >= len(symbols)  # as steps, the same for all calls
-        # Computes the expression. A program of its own for each signature: going through a list of steps takes 2.5 us more.
-        self.compute: Callable[..., Any] = self._first if self.is_told else functools.partial(reference, namespace)
+    def __init__(self, reference: Callable[..., Any], namespace: Any):
+        self._reference, self._namespace = reference, namespace
+        self.compute: Callable[..., Any] = self._first  # computes the expression
+        self.is_program = False  # whether calls do the same from now on, whatever the values
 
     def _first(self, *values: Any) -> Any:
-        """Compute the steps one by one, and find those that can be in place."""
-        slots = [*values, *self._constants]
-        last = {k: step.target for step in self._steps for k in step.places} | {self._result: -1}
-        fresh, steps = set[int](), []  # fresh: intermediates that are no operand, whatever a function gave back
-        for step in self._steps:
-            step = step._replace(last_read=tuple(k for k in dict.fromkeys(step.places) if k in fresh and last[k] == step.target))
-            result = step.compute(slots)
-            if _is_elementwise(step.name):
-                if not any(result is slots[k] for k in step.places):
-                    fresh.add(step.target)
-                step, result = _over_an_operand(step, slots, result)
-            slots[step.target] = result
-            for k in step.last_read:
-                slots[k] = None
-            steps.append(step)
-        self.compute = _program(steps, len(values), self._constants, self._result)
-        return slots[self._result]
+        self.compute = self._second
+        return self._reference(self._namespace, *values)
+
+    def _second(self, *values: Any) -> Any:
+        arguments = len(values)
+        recorder = _Recorder(self._namespace, arguments)
+        symbols = [None if value is None else _Symbol(recorder, k) for k, value in enumerate(values)]
+        try:
+            result = self._reference(recorder, *symbols)
+        except Exception:  # whatever an expression asks of an array that a symbol does not answer
+            result = None
+        if not isinstance(result, _Symbol) or result._place < arguments:
+            self.compute = functools.partial(self._reference, self._namespace)
+            return self.compute(*values)
+        slots = [*values, *recorder._slots[arguments:]]
+        constants = {f"v{k}": slots[k] for k in range(arguments, len(slots))}
+        steps = _learn(recorder._steps, slots, result._place)
+        self.compute, self.is_program = _program(steps, constants, arguments, result._place), True
+        return slots[result._place]
 
 
-def _program(steps: Sequence[_Step], arguments: int, constants: Sequence[Any], result: int) -> Callable[..., Any]:
-    """Return the steps as one function."""
-    names = {f"v{k}": value for k, value in enumerate(constants, arguments)} | {f"f{step.target}": step.function for step in steps}
+def _learn(recorded: Sequence[_Step], slots: list[Any], result: int) -> list[_Step]:
+    """Compute the steps in their slots, and return them with those in place that can be; these are computed both ways."""
+    last = {k: step.target for step in recorded for k in step.places} | {result: -1}
+    fresh, steps = set[int](), []  # fresh: intermediates whose memory no other value has
+    for step in recorded:
+        step = step._replace(last_read=tuple(k for k in dict.fromkeys(step.places) if k in fresh and last[k] == step.target))
+        computed = step.compute(slots)
+        if _is_elementwise(step.name) and not any(computed is slots[k] for k in step.places):
+            fresh.add(step.target)
+            step, computed = _over_an_operand(step, slots, computed)
+        else:
+            fresh.difference_update(step.places)  # what may be a view of an operand reads its memory later
+        slots[step.target] = computed
+        for k in step.last_read:
+            slots[k] = None
+        steps.append(step)
+    return steps
+
+
+def _program(steps: Sequence[_Step], constants: dict[str, Any], arguments: int, result: int) -> Callable[..., Any]:
+    """Return the steps as a function of their own: going through them as a list takes 2.5 us more."""
+    names = constants | {f"f{step.target}": step.function for step in steps}
     lines = [f"def program({', '.join(f'v{k}' for k in range(arguments))}, {', '.join(f'{name}={name}' for name in names)}):"]
     for step in steps:
         out = "" if step.out is None else f", out=v{step.out}"
         lines.append(f"    v{step.target} = f{step.target}({', '.join(f'v{k}' for k in step.places)}{out})")
         lines += [f"    v{k} = None" for k in step.last_read]
-    exec("\n".join([*lines, f"    return v{result}"]), names)
+    exec(_code("\n".join([*lines, f"    return v{result}"])), names)
     return names["program"]  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _code(text: str) -> CodeType:
+    """Compile a program, whose text says nothing of dtypes and shapes: 0.1 ms for each signature otherwise."""
+    return compile(text, "<cupyfused, in place>", "exec")
 
 
 def _over_an_operand(step: _Step, slots: Sequence[Any], result: Any) -> tuple[_Step, Any]:
@@ -96,14 +115,17 @@ def _over_an_operand(step: _Step, slots: Sequence[Any], result: Any) -> tuple[_S
                 continue
             changed = step._replace(function=function, places=places)
         else:
-            changed = step._replace(out=k)
-            if isinstance(slots[k], np.ndarray) and step.places[0] == k and hasattr(np.ndarray, step.name):
-                changed = changed._replace(function=getattr(np.ndarray, step.name))  # numpy.clip takes 2 us to call this one
+            is_numpys_clip = step.name == "clip" and isinstance(slots[k], np.ndarray) and len(step.places) == 3
+            changed = step._replace(out=k, function=_clip if is_numpys_clip else step.function)
         try:
             return changed, changed.compute(slots)
         except (RuntimeError, TypeError, ValueError):  # a function without `out`
             pass
     return step, result
+
+
+def _clip(array: Any, low: Any, high: Any, out: Any) -> Any:
+    return array.clip(low, high, out)  # numpy.clip takes 2 us to come to this
 
 
 def _is_alike(one: Any, other: Any) -> bool:
@@ -129,15 +151,18 @@ def _is_elementwise(name: str) -> bool:
 class _Recorder:
     """Stands for the namespace of an expression; its own attributes have names that no function has."""
 
-    def __init__(self, namespace: Any):
+    def __init__(self, namespace: Any, arguments: int):
         self._namespace = namespace
-        self._slots: list[Any] = []  # arguments, constants and results, each in its place
+        self._slots: list[Any] = [None] * arguments  # then constants and results, each in its place
         self._steps: list[_Step] = []
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return functools.partial(self._record, name, getattr(self._namespace, name))
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._namespace, name)
+        return functools.partial(self._record, name, value) if callable(value) else value
 
     def _record(self, name: str, function: Callable[..., Any], *given: Any) -> _Symbol:
+        if any(isinstance(one, (list, tuple)) for one in given):
+            raise TypeError("arrays in lists are not told")
         places = tuple(one._place if isinstance(one, _Symbol) else self._place(one) for one in given)
         self._steps.append(_Step(name, function, places, self._place(None)))
         return _Symbol(self, self._steps[-1].target)

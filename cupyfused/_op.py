@@ -6,8 +6,6 @@ functions below; nothing about one is known elsewhere.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +36,7 @@ OPS: list[Op] = []
 # Set by `_library` once PyTorch is there.
 register_with_torch: Callable[[Op], None] | None = None
 torch_call: Any = None
+call_arrays: Any = None  # by `_array_call`, which needs this module: an import statement in each call takes 1 us
 tensor_class: type = type("NoTensorYet", (), {})  # a class and no flag: Dynamo, which may trace the first call, guards on it
 
 
@@ -133,14 +132,15 @@ class Op:
             return torch_call(self, values, out, impl)
         if impl not in IMPLS:
             expected = f"one of {', '.join(IMPLS[:3])}"
-            raise OperandError(message(self.name, "impl", expected=expected, got=repr(impl), remedy="Leave it out."))
+            remedy = "Leave it out for the default."
+            raise OperandError(message(self.name, "impl", expected=expected, got=repr(impl), remedy=remedy))
         if _is_tensor(x):
             from . import _library, _torch  # noqa: F401  # the first tensor registers the ops
 
             return _torch.call(self, values, out, impl)  # by its own name: Dynamo guards on a global that changes while it traces
         kind = _arrays.kind_of(x)
         if kind is not None:
-            return _array_call().call_arrays(self, kind, values, out, impl)
+            return call_arrays(self, kind, values, out, impl)
         if hasattr(x, "__dlpack_device__"):
             borrowed = [_arrays.borrow(self, name, value) for name, value in zip((*self.inputs, *self.options), values)]
             result = self(*borrowed, out=None if out is None else _arrays.borrow(self, "out", out), impl=impl)
@@ -148,12 +148,6 @@ class Op:
         got = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
         remedy = "Pass a torch.Tensor, cupy.ndarray, numpy.ndarray or another array with __dlpack__."
         raise DtypeError(message(self.name, self.inputs[0], expected="an array", got=got, remedy=remedy))
-
-
-@functools.cache
-def _array_call() -> Any:
-    """Return `_array_call`, which needs this module; an import statement in each call takes 1 us."""
-    return importlib.import_module("cupyfused._array_call")
 
 
 def _is_tensor(x: Any) -> bool:

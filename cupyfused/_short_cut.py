@@ -43,10 +43,10 @@ class Ready:
         self.dtype = TORCH_DTYPES[call.dtype.name]
         self.like_x = self.dtype is x.dtype
         self.stream: Callable[[], int] = raw_stream(call.device[1]) if call.device[0] == _dlpack.CUDA else int
-        # The composed expression as it stands, where nothing is cast to compute it.
+        # The composed expression, where nothing is cast to compute it.
         dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
-        is_composed = call.backend is None and self.dtype in _UNCAST and all(one is self.dtype for one in dtypes)
-        self.composed = Composed(op.reference, torch, values) if is_composed else None
+        is_uncast = call.backend is None and self.dtype in _UNCAST and all(one is self.dtype for one in dtypes)
+        self.composed = Composed(op.reference, torch) if is_uncast else None
         # A number that is a float counts as the default dtype beside integers.
         depends = not x.dtype.is_floating_point and any(isinstance(value, float) for value in values)
         self.default_dtype = torch.get_default_dtype() if depends else None
