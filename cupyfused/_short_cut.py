@@ -56,7 +56,6 @@ class Ready:
         # What a saved tensor must still be for a kernel to read it.
         self.told = [(one.dtype, one.shape, one.device) if isinstance(one, Tensor) else None for one in values]
         self.as_tensors = _op.are_tensors(values[len(op.inputs) :])
-        self.has_tensor_options = any(isinstance(one, Tensor) for one in values[len(op.inputs) :])
         self.seen: list[_Seen] = []  # what tells calls of this signature; making one takes as long as a call
         self.is_told = self.default_dtype is None
         self.seen_backward: list[Any] = []  # the last few backward calls, see `_autograd`
@@ -158,7 +157,6 @@ class _Seen:
 
     def __init__(self, ready: Ready, check: Callable[..., bool], values: Sequence[Any], requires_grad: bool):
         self.ready, self.check, self.requires_grad = ready, check, requires_grad
-        self.reads_memory = ready.call.backend is not None
         self.tensors = [k for k, value in enumerate(values) if isinstance(value, Tensor)]
         pick = operator.itemgetter(*self.tensors)  # 0.4 us less than a list of three
         self.pick = pick if len(self.tensors) > 1 else lambda values: (pick(values),)
@@ -168,11 +166,10 @@ class _Seen:
 def prepare_again(op: Op, values: Sequence[Any]) -> Prepared | None:
     """Return what `prepare` would, for a call just like one of the last few; None if it is another."""
     for seen in op.seen.get((_op.cpu_impl, *map(type, values)), ()):
+        tensors = seen.tensors
         if seen.check(*seen.pick(values)):
-            if not seen.reads_memory:  # of what PyTorch computes no address is needed
-                return seen.ready, [], seen.requires_grad
             slots, bits = list(values), 0
-            for k in seen.tensors:
+            for k in tensors:
                 slots[k] = address = values[k].data_ptr()
                 bits |= address or 1  # no address: its storage was freed, or it has no elements
             if bits & 15 == 0:

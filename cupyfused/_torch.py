@@ -84,7 +84,7 @@ def _plain_call(op: Op, values: Sequence[Any], impl: str, dtype: Dtype | None = 
 
 def _run(op: Op, values: Sequence[Any], ready: Ready, slots: list[Any], requires_grad: bool) -> Tensor:
     if ready.call.backend is None:
-        if requires_grad and ready.has_tensor_options:
+        if requires_grad:
             check_options(op, values)
         return reference_result(ready, values, requires_grad and torch.is_grad_enabled())
     if requires_grad and torch.is_grad_enabled():
